@@ -100,7 +100,8 @@ class Backend(Protocol):
         The clip factor is that of `torch.nn.utils.clip_grad_norm_`; a norm that is not a number makes the multiplier
         not a number, as there. Computed in float64, rounded once.
 
-        total, divisor: float64[1]. max_norm: infinity means no clipping. Mutates scalars, steps.
+        total, divisor: float64[1]. max_norm: infinity means no clipping: the factor is 1, whatever the norm. Mutates
+        scalars, steps.
         """
         ...
 
@@ -155,6 +156,7 @@ class Backend(Protocol):
         Formula: Kingma and Ba 2015, Loshchilov and Hutter 2019, Reddi et al. 2018, as torch.optim computes them. Step
         sizes, bias corrections and 1 - beta are computed in float64 and rounded once.
 
+        A weight decay of 0 is left out (p may be infinite), and so is v_max where the segment has none.
         The master takes the new p, the parameter its rounding. A moment may have another dtype than the parameter; an
         update of p uses the moments before they are rounded to their dtype.
         zero: store +0.0 to flat in the same pass (on every touched segment, skipped windows too).
@@ -188,7 +190,7 @@ class Backend(Protocol):
             g = g + momentum * b where nesterov, else b
             p = p - lr * g
 
-        The two lines with b are left out where momentum is 0 or the segment has no momentum buffer. zero, skip, masters
-        as in `adam`. Mutates flat (only with zero), params, momentum_buffers, masters.
+        The two lines with b are left out where momentum is 0 or the segment has no momentum buffer. A weight
+        decay of 0 is left out. zero, skip, masters as in `adam`. Mutates flat (only with zero), params, momentum_buffers, masters.
         """
         ...
