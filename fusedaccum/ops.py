@@ -191,6 +191,8 @@ class Backend(Protocol):
             p = p - lr * g
 
         The two lines with b are left out where momentum is 0 or the segment has no momentum buffer. A weight
-        decay of 0 is left out. zero, skip, masters as in `adam`. Mutates flat (only with zero), params, momentum_buffers, masters.
+        decay of 0 is left out. zero, skip, masters as in `adam`.
+
+        Mutates flat (only with zero), params, momentum_buffers, masters.
         """
         ...
