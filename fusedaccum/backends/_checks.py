@@ -103,3 +103,12 @@ def update(
     one(op, "steps", steps, torch.float32, (segments.shape[0],), flat.device)
     one(op, "groups", groups, torch.int64, (segments.shape[0],), flat.device)
     one(op, "hyper", hyper, torch.float64, (hyper.shape[0], len(columns)), flat.device)
+
+
+def window(op: str, scalars: Tensor, steps: Tensor, marks: Tensor, total: Tensor, divisor: Tensor) -> None:
+    """The arguments of `close_window`, which has no flat buffer to compare them with."""
+    one(op, "scalars", scalars, torch.float32, (3,), scalars.device)
+    one(op, "steps", steps, torch.float32, (marks.numel(),), scalars.device)
+    one(op, "marks", marks, torch.uint8, (marks.numel(),), scalars.device)
+    one(op, "total", total, torch.float64, (1,), scalars.device)
+    one(op, "divisor", divisor, torch.float64, (1,), scalars.device)

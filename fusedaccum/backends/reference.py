@@ -85,11 +85,7 @@ def square_total(flat: Tensor, partials: Tensor, marks: Tensor, segments: Tensor
 def close_window(
     scalars: Tensor, steps: Tensor, marks: Tensor, total: Tensor, divisor: Tensor, max_norm: float
 ) -> None:
-    check.one("close_window", "scalars", scalars, torch.float32, (3,), scalars.device)
-    check.one("close_window", "steps", steps, torch.float32, (marks.numel(),), scalars.device)
-    check.one("close_window", "marks", marks, torch.uint8, (marks.numel(),), scalars.device)
-    check.one("close_window", "total", total, torch.float64, (1,), scalars.device)
-    check.one("close_window", "divisor", divisor, torch.float64, (1,), scalars.device)
+    check.window("close_window", scalars, steps, marks, total, divisor)
 
     skip = divisor == 0
     norm = total.sqrt() / divisor
