@@ -1,0 +1,8 @@
+"""fusedaccum: micro-batch gradients added up in FP32 by one fused kernel, and one update per window."""
+
+from fusedaccum.optimizer import FusedAccumOptimizer
+from fusedaccum.schedulers import GatedScheduler
+
+__version__ = "0.1.0"
+
+__all__ = ["FusedAccumOptimizer", "GatedScheduler", "__version__"]

@@ -1,0 +1,140 @@
+"""An open window as plain containers and tensors: what `state_dict()` adds to the wrapped optimizer's own."""
+
+from __future__ import annotations
+
+import numbers
+import warnings
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedaccum.flat_buffer import in_memory_order
+from fusedaccum.options import NAME
+from fusedaccum.update import FusedUpdate
+from fusedaccum.window import PLAIN, WEIGHTED, Window
+
+KEY = "fusedaccum"
+VERSION = 1
+MODES = (None, PLAIN, WEIGHTED)
+
+
+def _positions(window: Window) -> dict[int, Tensor]:
+    """Parameters by the index that `torch.optim.Optimizer.state_dict` gives them: in order, each counted once."""
+    unique = dict.fromkeys(chain.from_iterable(group["params"] for group in window.optimizer.param_groups))
+    return dict(enumerate(unique))
+
+
+def save(window: Window) -> dict[str, Any]:
+    """The window under `KEY`. Tensors are live, as in torch: sums are views of the flat buffer, in the parameter's shape.
+
+    sums: {parameter index: float32 or complex64 sum}, touched parameters only. masters: {parameter index: float32}.
+    """
+    sums, masters = {}, {}
+    for i, p in _positions(window).items():
+        buffer, k = window.place.get(p, (None, 0))
+        if buffer is None:
+            continue
+        if buffer.is_touched(k):
+            sums[i] = buffer.view(k)
+        if isinstance(window.update, FusedUpdate) and (master := window.update.master(buffer, k)) is not None:
+            masters[i] = master.as_strided(buffer.shapes[k], buffer.strides[k])
+    window.saved = True
+    return {
+        "version": VERSION,
+        "steps": window.length if window.pending else window.steps,
+        "pending": window.pending,
+        "mode": window.mode,
+        "items": window.items,
+        "updates": window.updates,
+        "skipped_windows": window.skipped_windows,
+        "skipped_micro_batches": window.skipped_micro_batches,
+        "sums": sums,
+        "masters": masters,
+    }
+
+
+def check(window: Window, saved: Any) -> None:
+    """Refuse a saved window that does not fit, before anything is loaded. Raises ValueError."""
+    if not isinstance(saved, dict) or saved.get("version") != VERSION:
+        seen = saved.get("version") if isinstance(saved, dict) else type(saved).__name__
+        raise ValueError(
+            f"{NAME}: state_dict[{KEY!r}] has version {seen!r} and this release reads {VERSION}; drop the key to load the "
+            "wrapped optimizer's state without the open window"
+        )
+    positions = _positions(window)
+    try:
+        numbers_ok = all(
+            isinstance(saved[name], numbers.Integral) and saved[name] >= 0
+            for name in ("steps", "pending", "updates", "skipped_windows", "skipped_micro_batches")
+        )
+        if not numbers_ok or saved["steps"] < 1 or saved["mode"] not in MODES:
+            raise ValueError(f"{NAME}: state_dict[{KEY!r}] holds counts that cannot be; the file is damaged")
+        for i, value in chain(saved["sums"].items(), saved["masters"].items()):
+            if i not in positions or value.shape != positions[i].shape:
+                has = f"shape {tuple(positions[i].shape)}" if i in positions else "no such parameter"
+                raise ValueError(
+                    f"{NAME}: the saved window holds shape {tuple(value.shape)} for parameter {i} and this optimizer has {has}; "
+                    "load it into an optimizer over the same parameters in the same order"
+                )
+        saved["items"] + 0.0
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{NAME}: state_dict[{KEY!r}] lacks or garbles {error}; the file is damaged") from error
+
+
+def load(window: Window, saved: dict[str, Any] | None, state: dict[Any, Any]) -> None:
+    """Make a saved window the open one, after the wrapped optimizer has loaded its part. Copies, as torch does.
+
+    saved: what `save` returned, checked; None closes an open window, as a bare optimizer's dict does.
+    state: the "state" of the loaded dict, whose FP32 moments torch has cast to the parameter's dtype.
+    """
+    window.reset()
+    positions = _positions(window)
+    if isinstance(window.update, FusedUpdate):
+        window.update.forget_masters()
+        _restore_moments(window, window.update.state_dtype, state, positions)
+    if saved is None:
+        return
+    window.locate()
+    for i, value in saved["sums"].items():
+        buffer, k = window.place[positions[i]] if positions[i] in window.place else window.make_place(positions[i])
+        buffer.put(k, value)
+    if isinstance(window.update, FusedUpdate) and window.update.master_weights:
+        for i, master in saved["masters"].items():
+            buffer, k = window.place.get(positions[i]) or window.make_place(positions[i])
+            values = master.detach().to(device=buffer.device, dtype=torch.float32, copy=True)
+            window.update.put_master(buffer, k, in_memory_order(values, buffer.strides[k]))
+    _take_counts(window, saved)
+
+
+def _take_counts(window: Window, saved: dict[str, Any]) -> None:
+    window.set_counts(saved["updates"], saved["skipped_windows"], saved["skipped_micro_batches"])
+    items = saved["items"]
+    window.items = items.clone() if isinstance(items, Tensor) else float(items)
+    window.mode = saved["mode"]
+    window.pending = saved["pending"]
+    window.saved = True
+    if saved["steps"] != window.steps and window.pending:
+        warnings.warn(
+            f"{NAME}: the loaded window was begun with steps={saved['steps']} and this wrapper has steps={window.steps}; its "
+            f"{window.pending} micro-batches are kept and the window closes at {max(window.steps, window.pending + 1)}",
+            UserWarning,
+            stacklevel=5,
+        )
+        if window.mode == PLAIN and window.options.reduction == "mean":
+            window.rescale(saved["steps"] / window.steps)
+
+
+def _restore_moments(
+    window: Window, dtype: torch.dtype | None, state: dict[Any, Any], positions: dict[int, Tensor]
+) -> None:
+    """Put moments back whose bits torch's loader has rounded to the parameter's dtype."""
+    slots = window.update.rule.slots if isinstance(window.update, FusedUpdate) else ()
+    for i, entries in state.items() if dtype is not None else ():
+        if i not in positions or positions[i].dtype == dtype:
+            continue
+        for slot in slots:
+            if isinstance(value := entries.get(slot), Tensor):
+                p = positions[i]
+                window.optimizer.state[p][slot] = value.detach().to(device=p.device, dtype=dtype, copy=True)

@@ -1,0 +1,184 @@
+"""The flat buffer: one FP32 tensor per device that holds every master gradient, and the tables that describe it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from fusedaccum.ops import ALIGN, TILE, TOUCHED
+
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def layout(numels: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor, int]:
+    """Place segments of `numels` elements one after another, each start on a multiple of ALIGN elements.
+
+    Returns (segments int64[n, 2] on the CPU, tiles int64[T, 4] on `device`, elements of the flat buffer); the columns are
+    those of `fusedaccum.ops`.
+    """
+    numel = torch.tensor(list(numels), dtype=torch.int64)
+    padded = (numel + ALIGN - 1) // ALIGN * ALIGN
+    offset = padded.cumsum(0) - padded
+    tile_count = (numel + TILE - 1) // TILE
+    segment = torch.repeat_interleave(torch.arange(len(numel)), tile_count)
+    first_tile = tile_count.cumsum(0) - tile_count
+    start = (torch.arange(len(segment)) - first_tile[segment]) * TILE
+    count = torch.clamp(numel[segment] - start, max=TILE)
+    tiles = torch.stack((segment, start, offset[segment] + start, count), 1)
+    return torch.stack((offset, numel), 1), tiles.to(device), int(padded.sum())
+
+
+def dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """The strides in which a dense tensor made like `tensor` holds its elements: `tensor`'s own where it is dense.
+
+    That is the memory order of a segment, and of the moments `torch.zeros_like` makes.
+    """
+    return torch.empty_like(tensor.detach(), device="meta").stride()
+
+
+def in_memory_order(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """`tensor`'s elements as a 1-D float tensor in the order of `stride`: a view where its strides are those, else a copy.
+
+    Complex tensors are read as pairs of floats.
+    """
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.stride() != stride:
+        tensor = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    return torch.view_as_real(flat).view(-1) if tensor.is_complex() else flat
+
+
+class FlatBuffer:
+    """The master gradients of all parameters on one device.
+
+    params: n parameters, float32, bfloat16, float16 or complex64 (a pair of float32), in the order of their segments.
+    """
+
+    def __init__(self, params: list[Tensor], device: torch.device, backend: ModuleType) -> None:
+        self.params = params
+        self.device = device
+        self.backend = backend
+        self.shapes = [p.shape for p in params]
+        self.strides = [dense_stride(p) for p in params]
+        # Segments whose gradient cannot be read as it is: complex, or in another order than row-major.
+        self.special = [
+            k for k, p in enumerate(params) if p.is_complex() or not torch.empty_like(p, device="meta").is_contiguous()
+        ]
+        self.numels = [p.numel() * (2 if p.is_complex() else 1) for p in params]
+        self.segments, self.tiles, size = layout(self.numels, device)
+        self.flat = torch.zeros(size, dtype=torch.float32, device=device)
+        self.partials = torch.zeros(len(self.tiles), dtype=torch.float64, device=device)
+        self.marks = torch.zeros(len(params), dtype=torch.uint8, device=device)
+        self.steps = torch.zeros(len(params), dtype=torch.float32, device=device)
+        self.total = torch.zeros(1, dtype=torch.float64, device=device)
+        self.divisor = torch.ones(1, dtype=torch.float64, device=device)
+        self.scalars = torch.zeros(3, dtype=torch.float32, device=device)
+        self._scale = torch.ones(1, dtype=torch.float32, device=device)
+        self._scale_value = 1.0
+        self._views: weakref.WeakSet[Tensor] = weakref.WeakSet()
+        self.touched = False
+
+    def matches(self, params: Sequence[Tensor]) -> bool:
+        """Whether this buffer, as it is, can hold the gradients of `params`: same objects, sizes, order in memory."""
+        return len(params) == len(self.params) and all(
+            p is q and p.shape == shape and p.device == self.device and dense_stride(p) == stride
+            for p, q, shape, stride in zip(params, self.params, self.shapes, self.strides, strict=True)
+        )
+
+    def moved(self) -> bool:
+        """Whether a parameter has left its place since construction: another shape, device or order in memory."""
+        special = set(self.special)
+        for k, p in enumerate(self.params):
+            if p.shape != self.shapes[k] or p.device != self.device:
+                return True
+            if (k in special or not p.is_contiguous()) and dense_stride(p) != self.strides[k]:
+                return True
+        return False
+
+    def view(self, k: int) -> Tensor:
+        """The k-th segment as a tensor of the parameter's shape and order: float32, or complex64 for complex64."""
+        offset = int(self.segments[k, 0])
+        if self.params[k].is_complex():
+            pair = self.flat.as_strided((*self.shapes[k], 2), (*(2 * s for s in self.strides[k]), 1), offset)
+            return torch.view_as_complex(pair)
+        return self.flat.as_strided(self.shapes[k], self.strides[k], offset)
+
+    def hand_out(self, k: int) -> Tensor:
+        """`view(k)`, remembered: while it lives, the update that closes the window stores zeros behind it."""
+        view = self.view(k)
+        self._views.add(view)
+        return view
+
+    @property
+    def handed_out(self) -> bool:
+        return len(self._views) > 0
+
+    def readable(self, grads: list[Tensor | None]) -> list[Tensor | None]:
+        """`grads` with those of special segments in memory order."""
+        for k in self.special:
+            if (grad := grads[k]) is not None and grad.shape == self.shapes[k] and grad.layout == torch.strided:
+                grads[k] = in_memory_order(grad, self.strides[k])
+        return grads
+
+    def fold(self, grads: list[Tensor | None], scale: float | Tensor, norm: bool) -> None:
+        """Fold one micro-batch. grads: n entries. scale: a number, or a tensor of one element on any device."""
+        if isinstance(scale, Tensor):
+            factor = scale.detach().to(device=self.device, dtype=torch.float32).reshape(1)
+        else:
+            if scale != self._scale_value:
+                self._scale.fill_(scale)
+                self._scale_value = scale
+            factor = self._scale
+        self.backend.fold(
+            self.flat, self.partials, self.marks, self.segments, self.tiles, self.readable(grads), factor, norm
+        )
+        self.touched = self.touched or any(g is not None for g in grads)
+
+    def square_total(self) -> Tensor:
+        """The sum of squares of what this window holds: float64[1] on this device, a buffer that the next call reuses."""
+        self.backend.square_total(self.flat, self.partials, self.marks, self.segments, self.tiles, self.total)
+        return self.total
+
+    def close_window(self, total: Tensor, divisor: float | Tensor, max_norm: float) -> None:
+        """Fill `scalars` and count the update in `steps`. total: float64[1], over all devices, on this device."""
+        if isinstance(divisor, Tensor):
+            self.divisor.copy_(divisor.reshape(1))
+        else:
+            self.divisor.fill_(divisor)
+        self.backend.close_window(self.scalars, self.steps, self.marks, total, self.divisor, max_norm)
+
+    def rescale(self, factor: float | Tensor) -> None:
+        """Multiply what this window holds by `factor`, a number or float32[1] on this device."""
+        if not isinstance(factor, Tensor):
+            factor = torch.tensor([factor], dtype=torch.float32, device=self.device)
+        self.backend.rescale(self.flat, self.marks, self.segments, self.tiles, factor)
+
+    def stale_norm(self) -> None:
+        """Forget the partial sums: somebody may have written to the segments."""
+        self.marks.bitwise_and_(TOUCHED)
+
+    def touched_segments(self) -> list[int]:
+        """Indices of the segments that hold a sum of this window."""
+        return [k for k, mark in enumerate(self.marks.tolist()) if mark & TOUCHED]
+
+    def put(self, k: int, values: Tensor) -> None:
+        """Make `values` (the parameter's shape) the sum of segment k."""
+        self.view(k).copy_(values)
+        self.marks[k] = TOUCHED
+        self.touched = True
+
+    def is_touched(self, k: int) -> bool:
+        """Whether segment k holds a sum of this window."""
+        return bool(self.marks[k] & TOUCHED)
+
+    def clear(self, views_are_zero: bool = False) -> None:
+        """Make every segment untouched, which costs no bytes. Views that were handed out and live read as zero."""
+        if not views_are_zero:
+            for view in list(self._views):
+                view.zero_()
+        self.marks.zero_()
+        self.touched = False

@@ -1,0 +1,133 @@
+"""Folding: which parameters have a segment, and reading their gradients in `step()`."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fusedaccum import backends
+from fusedaccum.flat_buffer import FLOAT_DTYPES, FlatBuffer
+from fusedaccum.options import NAME
+
+if TYPE_CHECKING:
+    from fusedaccum.window import Window
+
+
+def build(params: list[Tensor], old: list[FlatBuffer], backend: str, also: Tensor | None = None) -> list[FlatBuffer]:
+    """One flat buffer a device for those of `params` that can get gradients; one of `old` where it still fits.
+
+    A frozen parameter takes no memory until it is unfrozen or a gradient is set by hand.
+    """
+    touched = {buffer.params[k] for buffer in old for k in buffer.touched_segments()}
+    by_device: dict[torch.device, dict[Tensor, None]] = {}
+    for p in params:
+        if p.requires_grad or p.grad is not None or p in touched or p is also:
+            by_device.setdefault(p.device, {})[p] = None
+    buffers = []
+    for device, mine in by_device.items():
+        fitting = [buffer for buffer in old if buffer.device == device and buffer.matches(list(mine))]
+        buffers.append(fitting[0] if fitting else FlatBuffer(list(mine), device, backends.select(device, backend)))
+    return buffers
+
+
+def carry(old: list[FlatBuffer], new: list[FlatBuffer]) -> None:
+    """Take the sums of the open window along into rebuilt buffers."""
+    place = {p: (buffer, k) for buffer in new for k, p in enumerate(buffer.params)}
+    lost = 0
+    for buffer in old:
+        for k in buffer.touched_segments() if buffer not in new else ():
+            target, j = place.get(buffer.params[k], (None, 0))
+            if target is None or target.shapes[j] != buffer.shapes[k]:
+                lost += 1
+            else:
+                target.put(j, buffer.view(k))
+    if lost:
+        warnings.warn(
+            f"{NAME}: {lost} parameters left the optimizer or changed shape inside a window, and what was summed for them "
+            "is gone; flush() or reset() before such a change",
+            UserWarning,
+            stacklevel=6,
+        )
+
+
+def fold(window: Window, scale: float | Tensor, norm: bool) -> None:
+    """Fold every `p.grad` and set it to None. Raises before anything is changed.
+
+    scale: a number or a tensor of one element. norm: leave the partial sums of the norm behind.
+    """
+    if len(window.buffers) > 1:  # a bad gradient on the second device must be found before the first is folded
+        repair(window)
+    try:
+        _fold_all(window.buffers, scale, norm)
+    except RuntimeError:
+        if not repair(window):
+            raise
+        _fold_all(window.buffers, scale, norm)
+    discard(window.params)
+
+
+def discard(params: list[Tensor]) -> None:
+    """Free the gradients."""
+    for p in params:
+        p.grad = None
+
+
+def follow(window: Window) -> None:
+    """Rebuild the buffers if a parameter has changed its shape, device or order in memory since they were built."""
+    if any(buffer.moved() for buffer in window.buffers):
+        window.rebuild()
+
+
+def _fold_all(buffers: list[FlatBuffer], scale: float | Tensor, norm: bool) -> None:
+    for buffer in buffers:
+        buffer.fold([p.grad for p in buffer.params], scale, norm)
+
+
+def repair(window: Window) -> bool:
+    """After an operator refused a list of gradients: say why, or make it acceptable. Returns whether anything was done.
+
+    Raises TypeError or ValueError naming the parameter, the rule and the value seen.
+    """
+    done = any(buffer.moved() for buffer in window.buffers)
+    if done:
+        window.rebuild()
+    for buffer in window.buffers:
+        for k, p in enumerate(buffer.params):
+            if (grad := p.grad) is not None:
+                _check(window, p, grad)
+                if k not in buffer.special and not grad.is_contiguous():
+                    p.grad = grad.detach().contiguous()
+                    done = True
+    return done
+
+
+def _check(window: Window, p: Tensor, grad: Tensor) -> None:
+    if grad.layout != torch.strided:
+        raise TypeError(
+            f"{NAME}: the gradient of {describe(window, p)} is {grad.layout}; only dense gradients are folded: use "
+            "sparse=False in the embedding, or leave this parameter to another optimizer"
+        )
+    allowed = (torch.complex64,) if p.is_complex() else FLOAT_DTYPES
+    if grad.dtype not in allowed:
+        raise TypeError(
+            f"{NAME}: the gradient of {describe(window, p)} is {grad.dtype}; gradients are summed in float32, so it must be "
+            f"one of {', '.join(map(str, allowed))}: convert the parameter"
+        )
+    if grad.device != p.device or grad.shape != p.shape:
+        raise ValueError(
+            f"{NAME}: the gradient of {describe(window, p)} has shape {tuple(grad.shape)} on {grad.device} and the parameter "
+            f"{tuple(p.shape)} on {p.device}; they must be equal: run the backward again after changing a parameter"
+        )
+
+
+def describe(window: Window, p: Tensor) -> str:
+    """Where a parameter stands: its name if the group has names, its group and position, its shape."""
+    for g, group in enumerate(window.optimizer.param_groups):
+        for i, q in enumerate(group["params"]):
+            if q is p:
+                name = f"{group['param_names'][i]!r} " if "param_names" in group else ""
+                return f"parameter {name}(param_groups[{g}]['params'][{i}], shape {tuple(p.shape)})"
+    return f"a parameter of shape {tuple(p.shape)}"

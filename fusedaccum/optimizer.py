@@ -1,0 +1,379 @@
+"""`FusedAccumOptimizer`: what torch, schedulers and frameworks ask of an optimizer, answered for an accumulated one."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+from fusedaccum import checkpoint
+from fusedaccum.options import NAME, check_items, check_optimizer, check_params, check_steps
+from fusedaccum.options import check_options as checked
+from fusedaccum.window import Window, warn_open_window
+
+HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+
+# Which wrapper holds an optimizer: two windows over the same parameters would each see half of the gradients.
+_wrapped: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Window]] = weakref.WeakKeyDictionary()
+
+
+def _inner(name: str) -> property:
+    """An attribute that is the wrapped optimizer's own live object."""
+
+    def get(self: FusedAccumOptimizer) -> Any:
+        return getattr(self._window.optimizer, name)
+
+    def set(self: FusedAccumOptimizer, value: Any) -> None:
+        setattr(self._window.optimizer, name, value)
+
+    return property(get, set, doc=f"The wrapped optimizer's `{name}`, live.")
+
+
+class FusedAccumOptimizer(Optimizer):
+    """Adds micro-batch gradients up in FP32 and updates once per window of `steps` micro-batches.
+
+        opt = FusedAccumOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-4), steps=8)
+        for batch in loader:
+            model(batch).loss.backward()   # the loss is not divided by 8
+            opt.step()                     # folds the gradients; every 8th call updates the parameters
+            opt.zero_grad()
+
+    optimizer: any torch.optim.Optimizer over float32, bfloat16, float16 or complex64 parameters. LBFGS is refused.
+    steps: micro-batches per window, an int of at least 1. Set later, it holds from the next window.
+    reduction: "mean" updates with the mean of the window's gradients, "sum" with their sum.
+    max_norm: clip the window's gradient to this global L2 norm (`torch.nn.utils.clip_grad_norm_`), on the device.
+    update: "fused" runs our kernel, for exactly AdamW, Adam and SGD over float32, bfloat16 and float16 parameters that share
+        no storage; "wrapped" runs `optimizer.step()` on the mean gradient rounded once to each parameter's dtype; "auto"
+        takes the first where it is possible.
+    state_dtype: dtype of the moments in the fused update: float32, bfloat16 or float16; None as torch has it.
+    master_weights: FP32 copies of bfloat16 and float16 parameters, which the fused update updates and rounds from.
+    backend: "auto", "compiled", "triton" or "reference".
+
+    fold, nonfinite, rounding, amp_scaling, fold_every, bucket_mb, process_group, wire_dtype, shard: only their defaults are
+    supported.
+
+    Memory: 4 bytes per parameter that can get a gradient, from the first `step()` on; masters and moments as asked for.
+
+    `param_groups`, `state` and `defaults` are the wrapped optimizer's own objects. Hooks registered here fire once per
+    update. `zero_grad()` never touches the open window. Raises TypeError or ValueError, before anything is changed, for
+    arguments that are not allowed.
+    """
+
+    param_groups = _inner("param_groups")
+    state = _inner("state")
+    defaults = _inner("defaults")
+
+    def __init__(self, optimizer: Optimizer, steps: int, **options: Any) -> None:
+        if isinstance(optimizer, FusedAccumOptimizer):
+            raise TypeError(f"{NAME}: the optimizer is already a {NAME}; wrap the bare optimizer once")
+        check_optimizer(optimizer)
+        chosen = checked(**options)
+        length = check_steps(steps)
+        holder = _wrapped.get(optimizer, lambda: None)()
+        if holder is not None and not holder.closed:
+            raise ValueError(
+                f"{NAME}: this {type(optimizer).__name__} is wrapped already; use that wrapper, or close() it before wrapping "
+                "the optimizer again"
+            )
+        self._attach(Window(optimizer, length, chosen))
+        self._window.warn_about_precision()
+
+    def _attach(self, window: Window) -> None:
+        """Everything but the constructor's checks; `Optimizer.__init__` would make param_groups of its own."""
+        self._window = window
+        for name in HOOKS:
+            setattr(self, name, OrderedDict())
+        self._zero_grad_profile_name = f"Optimizer.zero_grad#{type(self).__name__}.zero_grad"
+        self._warned_capturable_if_run_uncaptured = True
+        _wrapped[window.optimizer] = weakref.ref(window)
+
+    # One micro-batch
+
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        mean_of: float | Tensor | None = None,
+        sum_of: float | Tensor | None = None,
+    ) -> Any:
+        """End a micro-batch: fold the gradients into the window, and update if it is the window's last.
+
+        closure: re-evaluates the model under `torch.enable_grad()` before gradients are read; its value is returned.
+        mean_of, sum_of: the loss of this micro-batch was a mean (a sum) over that many items; the window's gradient is then
+            the mean over all its items. A number of at least 0, or a tensor of one element, which is not waited for. 0 folds
+            nothing. All micro-batches of a window are given a count, or none.
+
+        Every `p.grad` is None afterwards. A call without any gradient counts as a micro-batch.
+
+        Raises, with parameters, moments and window as they were: ValueError or TypeError for counts that are not allowed and
+        for gradients that are sparse or of another dtype, shape or device than can be folded; RuntimeError after `close()`.
+        """
+        window = self._window
+        self._check_open()
+        mean_of, sum_of = self._counts(mean_of, sum_of)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            if window.is_state_probe():
+                window.optimizer.step()
+                return loss
+            window.micro_batch(mean_of, sum_of)
+            window.announced = None
+            if window.full:
+                self._close_window()
+        return loss
+
+    # `Optimizer._patch_step_function` would fire the step hooks at every call; `_close_window` fires them per update.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def micro_batch(self, *, mean_of: Any = None, sum_of: Any = None, last: bool = False) -> None:
+        """Say ahead of the backward what `step(mean_of=..., sum_of=...)` says after it. For loops that call `step()` bare.
+
+        last=True is for reductions over ranks and is not supported.
+        """
+        self._check_open()
+        if last:
+            raise ValueError(f"{NAME}: micro_batch(last={last!r}) is not supported (reducing the window over ranks)")
+        mean_of, sum_of = self._one_count(mean_of, sum_of)
+        self._window.announced = (mean_of, sum_of)
+
+    def _counts(self, mean_of: Any, sum_of: Any) -> tuple[Any, Any]:
+        announced = self._window.announced
+        if announced is not None and announced != (None, None):
+            if mean_of is not None or sum_of is not None:
+                raise ValueError(
+                    f"{NAME}: this micro-batch was given a count by micro_batch() and another by step(); give it in one place"
+                )
+            return announced
+        return self._one_count(mean_of, sum_of)
+
+    @staticmethod
+    def _one_count(mean_of: Any, sum_of: Any) -> tuple[Any, Any]:
+        if mean_of is not None and sum_of is not None:
+            raise ValueError(
+                f"{NAME}: mean_of={mean_of!r} and sum_of={sum_of!r} were both given; a loss is a mean or a sum: give one"
+            )
+        mean_of = None if mean_of is None else check_items("mean_of", mean_of)
+        sum_of = None if sum_of is None else check_items("sum_of", sum_of)
+        return mean_of, sum_of
+
+    def _check_open(self) -> None:
+        if self._window.closed:
+            raise RuntimeError(f"{NAME}: close() was called; wrap the optimizer again to go on accumulating")
+
+    # The boundary
+
+    def flush(self) -> bool:
+        """Close a short window now: update with the mean of the micro-batches it holds.
+
+        Returns whether the parameters were updated; False, and nothing done, where the window is empty.
+        """
+        self._check_open()
+        if self._window.pending == 0:
+            return False
+        with torch.no_grad():
+            self._close_window()
+        return self.updated
+
+    def _close_window(self) -> None:
+        self._window.close_window(self._pre_hooks, self._post_hooks)
+
+    def _hooks(self, name: str, everywhere: dict[int, Any]) -> list[Any]:
+        """(hook, optimizer it was registered on): ours, then those the wrapped optimizer will not fire itself."""
+        mine = [(hook, self) for hook in getattr(self, name).values()]
+        if self._window.update.name == "wrapped":
+            return mine
+        inner = self._window.optimizer
+        return [
+            *((hook, self) for hook in everywhere.values()),
+            *mine,
+            *((h, inner) for h in getattr(inner, name).values()),
+        ]
+
+    def _pre_hooks(self) -> None:
+        for hook, owner in self._hooks("_optimizer_step_pre_hooks", torch_optimizer._global_optimizer_pre_hooks):
+            result = hook(owner, (owner,), {})
+            if result is not None and not (isinstance(result, tuple) and len(result) == 2):
+                raise RuntimeError(
+                    f"{NAME}: a step pre-hook must return None or a tuple (args, kwargs), not {result!r}"
+                )
+
+    def _post_hooks(self) -> None:
+        self._optimizer_step_code()
+        # Schedulers built on either optimizer look for this mark, and flush() is not a call of step().
+        self._opt_called = self._window.optimizer._opt_called = True  # type: ignore[attr-defined]
+        for hook, owner in self._hooks("_optimizer_step_post_hooks", torch_optimizer._global_optimizer_post_hooks):
+            hook(owner, (owner,), {})
+
+    # What can be asked
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The wrapped optimizer."""
+        return self._window.optimizer
+
+    @property
+    def steps(self) -> int:
+        """Micro-batches per window. Set inside a window, it holds from the next."""
+        return self._window.steps
+
+    @steps.setter
+    def steps(self, value: int) -> None:
+        self._window.steps = check_steps(value)
+
+    @property
+    def pending(self) -> int:
+        """Micro-batches in the open window."""
+        return self._window.pending
+
+    @property
+    def updates(self) -> int:
+        """Updates applied so far."""
+        return self._window.updates
+
+    @property
+    def updated(self) -> bool:
+        """Whether the last `step()` or `flush()` changed the parameters; False after `reset()` and loading."""
+        return self._window.updated
+
+    @property
+    def will_update(self) -> bool:
+        """Whether the next `step()` closes the window."""
+        return self._window.will_update
+
+    @property
+    def skipped_windows(self) -> int:
+        """Windows closed without an update because their device-side item counts were all zero."""
+        return self._window.skipped_windows
+
+    @property
+    def skipped_micro_batches(self) -> int:
+        """Micro-batches left out of their window for gradients that were not finite: 0 with nonfinite="propagate"."""
+        return self._window.skipped_micro_batches
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Global L2 norm of the last closed window's mean gradient, before clipping; None before the first. Waits for it."""
+        return self._window.grad_norm
+
+    def master_grad(self, param: Tensor) -> Tensor:
+        """What the open window holds for `param`: float32 (complex64 for complex64), in the parameter's shape.
+
+        The sum so far times 1/steps; with item counts, the sum of count * gradient, not yet divided. In a step pre-hook: the
+        window's mean before clipping, which the hook may write to. Zeros where nothing was folded, and after a boundary.
+        A live view of the flat buffer where there is something: `clone()` it to keep it past the boundary.
+
+        Raises ValueError for a tensor that is not one of the optimizer's parameters.
+        """
+        with torch.no_grad():
+            return self._window.master_grad(param)
+
+    def reset(self) -> None:
+        """Drop what the open window holds. `p.grad` is left alone."""
+        with torch.no_grad():
+            self._window.reset()
+
+    def close(self) -> None:
+        """Stop accumulating: an open window is dropped with a warning, and the wrapped optimizer can be wrapped again."""
+        window = self._window
+        if not window.closed:
+            if window.pending:
+                warn_open_window(window, "was closed")
+            self.reset()
+            window.release()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear every `p.grad`. The open window keeps what it holds; `reset()` drops it."""
+        self._window.optimizer.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the wrapped optimizer, inside a window too. Raises TypeError for float64 parameters."""
+        params = param_group["params"]
+        params = [params] if isinstance(params, Tensor) else list(params)
+        check_params([p[1] if isinstance(p, tuple) else p for p in params])
+        self._window.optimizer.add_param_group({**param_group, "params": params})
+
+    def __repr__(self) -> str:
+        window = self._window
+        using = (
+            ", ".join(sorted({b.backend.__name__.rsplit(".", 1)[-1] for b in window.buffers})) or "chosen at first step"
+        )
+        head = f"{type(self).__name__} (steps={window.steps}, update={window.update.name}, backend={using})"
+        return f"{head}\n{window.optimizer!r}"
+
+    # Saving and loading
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state dict, and the open window under the key "fusedaccum".
+
+        Plain containers and tensors, which `torch.load(weights_only=True)` reads. Tensors are live, as in torch. Without that
+        key it loads into a bare optimizer.
+        """
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        with torch.no_grad():
+            state = {**self._window.optimizer.state_dict(), checkpoint.KEY: checkpoint.save(self._window)}
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            if (result := post_hook(self, state)) is not None:
+                state = result
+        return state
+
+    @torch._disable_dynamo
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned, here or on a bare optimizer (which closes an open window). Copies tensors.
+
+        Raises ValueError where it does not fit, with the optimizer and the window as they were.
+        """
+        state_dict = state_dict.copy()
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            if (result := hook(self, state_dict)) is not None:
+                state_dict = result
+        saved = state_dict.pop(checkpoint.KEY, None)
+        if saved is not None:
+            checkpoint.check(self._window, saved)
+            saved = deepcopy(saved)  # it may be a view of the very buffer it is loaded into
+        with torch.no_grad():
+            self._window.optimizer.load_state_dict(state_dict)
+            checkpoint.load(self._window, saved, state_dict["state"])
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        window = self._window
+        with torch.no_grad():
+            saved = checkpoint.save(window)
+        return {
+            "optimizer": window.optimizer,
+            "steps": window.steps,
+            "options": window.options,
+            "window": saved,
+            "closed": window.closed,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "optimizer" not in state:  # a bare optimizer's state, as Optimizer.load_state_dict hands it on
+            self._window.optimizer.__setstate__(state)
+            return
+        with torch.no_grad():
+            window = Window(state["optimizer"], state["steps"], state["options"])
+            self._attach(window)
+            # Tensors were copied with the state, and the moments with the optimizer: no cast to undo.
+            checkpoint.load(window, state["window"], {})
+        if state["closed"]:
+            window.release()

@@ -1,0 +1,127 @@
+"""The options of `FusedAccumOptimizer`: checked once, before anything is built or changed."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fusedaccum.backends import NAMES
+from fusedaccum.flat_buffer import FLOAT_DTYPES
+
+NAME = "FusedAccumOptimizer"
+
+# Options whose only value in this version is the default: (default, what the others would do).
+NOT_YET = {
+    "fold": ("step", "folding gradients as they appear in the backward"),
+    "nonfinite": ("propagate", "skipping or raising on non-finite gradients"),
+    "rounding": ("nearest", "stochastic rounding of bfloat16 parameters"),
+    "amp_scaling": (False, "unscaling inside the fold"),
+    "fold_every": (1, "folding several micro-batches in one pass"),
+    "bucket_mb": (25, "the buckets of fold='backward'"),
+    "process_group": (None, "reducing the window over ranks"),
+    "wire_dtype": (torch.float32, "reducing the window over ranks"),
+    "shard": (None, "sharding the optimizer state"),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the constructor was asked for, checked."""
+
+    reduction: str = "mean"
+    max_norm: float | None = None
+    update: str = "auto"
+    state_dtype: torch.dtype | None = None
+    master_weights: bool = False
+    backend: str = "auto"
+
+
+def check_options(**options: Any) -> Options:
+    """Options from keyword arguments. Raises TypeError for an unknown name, ValueError or TypeError for a bad value."""
+    for name, (default, what) in NOT_YET.items():
+        value = options.pop(name, default)
+        if type(value) is not type(default) or value != default:
+            raise ValueError(f"{NAME}: {name}={value!r} is not supported ({what}); only {name}={default!r} is")
+    known = Options.__dataclass_fields__
+    for name in options:
+        if name not in known:
+            raise TypeError(f"{NAME}: unknown option {name!r}; the options are {sorted([*known, *NOT_YET])}")
+    checked = Options(**options)
+    _one_of("reduction", checked.reduction, ("mean", "sum"))
+    _one_of("update", checked.update, ("auto", "fused", "wrapped"))
+    _one_of("backend", checked.backend, ("auto", *NAMES))
+    _one_of("state_dtype", checked.state_dtype, (None, *FLOAT_DTYPES))
+    if not isinstance(checked.master_weights, bool):
+        raise TypeError(f"{NAME}: master_weights={checked.master_weights!r} must be True or False")
+    if checked.max_norm is not None:
+        if isinstance(checked.max_norm, bool) or not isinstance(checked.max_norm, numbers.Real):
+            raise TypeError(f"{NAME}: max_norm={checked.max_norm!r} must be a positive number, or None not to clip")
+        if not checked.max_norm > 0:
+            raise ValueError(f"{NAME}: max_norm={checked.max_norm!r} must be positive, or None not to clip")
+    return checked
+
+
+def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if not any(type(value) is type(choice) and value == choice for choice in allowed):
+        raise ValueError(f"{NAME}: {name}={value!r} must be one of {', '.join(map(repr, allowed))}")
+
+
+def check_steps(steps: Any) -> int:
+    """The number of micro-batches per window. Raises TypeError or ValueError that says what is allowed."""
+    rule = "steps must be an int of at least 1: the number of micro-batches per update"
+    if steps is None:
+        raise ValueError(f"{NAME}: steps=None is not supported (the caller owning the boundary); {rule}")
+    if callable(steps):
+        raise TypeError(f"{NAME}: a callable steps={steps!r} is not supported (steps as a schedule); {rule}")
+    if isinstance(steps, bool) or not isinstance(steps, numbers.Integral):
+        raise TypeError(f"{NAME}: steps={steps!r} is a {type(steps).__name__}; {rule}")
+    if steps < 1:
+        raise ValueError(f"{NAME}: steps={steps!r}; {rule}")
+    return int(steps)
+
+
+def check_items(name: str, items: Any) -> float | Tensor:
+    """The item count of a micro-batch: a number of at least 0, or a tensor of one element (which is not looked at)."""
+    rule = (
+        f"{name} is the number of items of the micro-batch: a finite number of at least 0, or a tensor that holds one"
+    )
+    if isinstance(items, Tensor):
+        if items.numel() != 1 or items.is_complex():
+            raise ValueError(f"{NAME}: {name} is a {items.dtype} tensor of shape {tuple(items.shape)}; {rule}")
+        return items.detach()
+    if isinstance(items, bool) or not isinstance(items, numbers.Real):
+        raise TypeError(f"{NAME}: {name}={items!r} is a {type(items).__name__}; {rule}")
+    if not math.isfinite(items) or items < 0:
+        raise ValueError(f"{NAME}: {name}={items!r}; {rule}")
+    return float(items)
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Refuse what cannot be wrapped, with the reason."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"{NAME}: the first argument is a {type(optimizer).__name__} and must be a torch.optim.Optimizer: "
+            "build the optimizer on your parameters, then wrap it"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError(
+            f"{NAME}: LBFGS is not supported: it evaluates its closure several times per step, and accumulated gradients "
+            "belong to one point; use it without the wrapper"
+        )
+    check_params([p for group in optimizer.param_groups for p in group["params"]])
+
+
+def check_params(params: list[Tensor]) -> None:
+    """Refuse parameters whose gradients an FP32 sum would lose bits of. Frozen ones are left alone."""
+    for i, p in enumerate(params):
+        if (p.requires_grad or p.grad is not None) and p.dtype not in (*FLOAT_DTYPES, torch.complex64):
+            raise TypeError(
+                f"{NAME}: parameter {i} of shape {tuple(p.shape)} is {p.dtype}; gradients are summed in float32, so "
+                "parameters must be float32, bfloat16, float16 or complex64: convert it, or leave it to another optimizer"
+            )

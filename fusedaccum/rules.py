@@ -1,0 +1,209 @@
+"""Update rules: reading a `torch.optim` instance, so that a kernel can do what its `step()` would.
+
+The state of the fused update is the wrapped optimizer's own: `optimizer.state[p]` holds what torch would put there, under
+the same keys, and a state that somebody replaced, loaded or cleared is seen at the next update.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from fusedaccum.flat_buffer import FLOAT_DTYPES, FlatBuffer
+from fusedaccum.ops import ADAM_COLUMNS, SGD_COLUMNS
+
+
+class AdamRule:
+    """`torch.optim.Adam` and `torch.optim.AdamW`."""
+
+    name = "adam"
+    columns = ADAM_COLUMNS
+    slots = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    counts_steps = True
+
+    @staticmethod
+    def row(group: dict[str, Any]) -> list[Any]:
+        """One row of `hyper`, in the order of `columns`: numbers or tensors of one element."""
+        beta1, beta2 = group["betas"]
+        flags = (group["decoupled_weight_decay"], group["amsgrad"], group["maximize"])
+        return [group["lr"], beta1, beta2, group["eps"], group["weight_decay"], *map(float, flags)]
+
+    @staticmethod
+    def slots_of(group: dict[str, Any]) -> tuple[str, ...]:
+        """The entries of `state[p]` that hold a tensor of the parameter's shape."""
+        return AdamRule.slots if group["amsgrad"] else AdamRule.slots[:2]
+
+    @staticmethod
+    def step_count(state: dict[str, Any]) -> float:
+        """Updates that a parameter with this state has seen."""
+        return float(state["step"]) if "step" in state else 0.0
+
+
+class SGDRule:
+    """`torch.optim.SGD`. It keeps no step count; ours says only whether a momentum buffer has been started."""
+
+    name = "sgd"
+    columns = SGD_COLUMNS
+    slots = ("momentum_buffer",)
+    counts_steps = False
+
+    @staticmethod
+    def row(group: dict[str, Any]) -> list[Any]:
+        flags = (group["nesterov"], group["maximize"])
+        return [group["lr"], group["momentum"], group["dampening"], group["weight_decay"], *map(float, flags)]
+
+    @staticmethod
+    def slots_of(group: dict[str, Any]) -> tuple[str, ...]:
+        return SGDRule.slots if group["momentum"] != 0 else ()
+
+    @staticmethod
+    def step_count(state: dict[str, Any]) -> float:
+        return 1.0 if state.get("momentum_buffer") is not None else 0.0
+
+
+Rule = type[AdamRule] | type[SGDRule]
+
+RULES: dict[type, Rule] = {AdamW: AdamRule, Adam: AdamRule, SGD: SGDRule}
+
+
+def why_not_fused(optimizer: Optimizer) -> str | None:
+    """The reason why `optimizer`'s update cannot be fused, in words that complete "because"; None if it can.
+
+    Exactly AdamW, Adam and SGD are fused: a subclass may override `step`.
+    """
+    if type(optimizer) not in RULES:
+        return f"only exactly AdamW, Adam and SGD are fused and this is {type(optimizer).__name__}"
+    for group in optimizer.param_groups:
+        if group.get("differentiable"):
+            return "a parameter group is differentiable=True"
+        for value in RULES[type(optimizer)].row(group):
+            if isinstance(value, Tensor) and value.requires_grad:
+                return "a hyper-parameter tensor requires grad"
+    params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    for p in params:
+        if p.dtype not in FLOAT_DTYPES:
+            return f"a parameter is {p.dtype}, and float32, bfloat16 and float16 are fused"
+    if share_storage(params):
+        return "two parameters share storage, which torch updates one after the other"
+    return None
+
+
+def share_storage(params: list[Tensor]) -> bool:
+    """Whether two of `params` overlap in memory, or one is listed twice. Judged by address ranges."""
+    ranges = []
+    for p in params:
+        if p.numel() == 0 or p.device.type == "meta":
+            continue
+        span = sum((size - 1) * abs(stride) for size, stride in zip(p.shape, p.stride(), strict=True)) + 1
+        start = p.data_ptr()
+        if start != 0:
+            ranges.append((str(p.device), start, start + span * p.element_size()))
+    ranges.sort()
+    return any(a[0] == b[0] and b[1] < a[2] for a, b in pairwise(ranges))
+
+
+class HyperTable:
+    """The hyper-parameters of all groups on one device, float64[G, C], written only where they changed."""
+
+    def __init__(self, rule: Rule, device: torch.device) -> None:
+        self.rule = rule
+        self.device = device
+        self.rows: list[list[float]] = []
+        self.tensor = torch.empty(0)
+
+    def read(self, groups: list[dict[str, Any]]) -> Tensor:
+        """The table for `groups`. A tensor hyper-parameter on this device is copied without a sync."""
+        rows, on_device = [], []
+        for g, group in enumerate(groups):
+            row = self.rule.row(group)
+            for c, value in enumerate(row):
+                if isinstance(value, Tensor) and value.device.type != "cpu":
+                    on_device.append((g, c, value))
+                    row[c] = 0.0
+                else:
+                    row[c] = float(value)
+            rows.append(row)
+        if rows != self.rows or on_device:
+            self.tensor = torch.tensor(rows, dtype=torch.float64).to(self.device, non_blocking=True)
+            for g, c, value in on_device:
+                self.tensor[g, c].copy_(value.detach().reshape(()))
+            self.rows = rows
+        return self.tensor
+
+
+class OptimizerState:
+    """`optimizer.state` as lists of tensors, one entry a segment, for the parameters of one flat buffer."""
+
+    def __init__(self, rule: Rule, optimizer: Optimizer, buffer: FlatBuffer, dtype: torch.dtype | None) -> None:
+        self.rule = rule
+        self.optimizer = optimizer
+        self.buffer = buffer
+        self.dtype = dtype
+        self.absent = torch.empty(0, device=buffer.device)
+        # What the kernel gets, and the tensor under the same key in optimizer.state: not the same object where the
+        # parameter is not row-major.
+        self.lists = {slot: [self.absent] * len(buffer.params) for slot in rule.slots}
+        self.known: dict[str, list[Tensor | None]] = {slot: [None] * len(buffer.params) for slot in rule.slots}
+        self.step_views = list(buffer.steps.unbind()) if rule.counts_steps else []
+
+    def refresh(self, segments: list[int], group_of: list[dict[str, Any]]) -> None:
+        """Take up what `optimizer.state` holds now for `segments`; create what is missing, as torch does, with zeros.
+
+        Raises ValueError for an entry of another shape than its parameter; nothing of that segment was changed then.
+        """
+        for k in segments:
+            slots = self.rule.slots_of(group_of[k])
+            state = self.optimizer.state.get(self.buffer.params[k], {})
+            if self.rule.counts_steps and state.get("step") is not self.step_views[k]:
+                self._adopt(k, slots)
+                continue
+            for slot in self.rule.slots:
+                wanted = state.get(slot) if slot in slots else None
+                if wanted is not self.known[slot][k] or (slot in slots and wanted is None):
+                    self._adopt(k, slots)
+                    break
+
+    def _adopt(self, k: int, slots: tuple[str, ...]) -> None:
+        """Make segment k's entries what `optimizer.state` says; a slot that does not hold now keeps what it has there."""
+        param, buffer = self.buffer.params[k], self.buffer
+        state = self.optimizer.state.get(param, {})
+        values = {slot: self._conform(k, slot, state.get(slot)) for slot in slots}
+        buffer.steps[k] = self.rule.step_count(state)
+        if not slots:  # SGD without momentum leaves the state empty
+            entries = state
+        else:
+            entries = self.optimizer.state[param]
+        if self.rule.counts_steps:
+            entries["step"] = self.step_views[k]
+        for slot in self.rule.slots:
+            if slot in slots:
+                entries[slot] = values[slot]
+                self.known[slot][k] = values[slot]
+                self.lists[slot][k] = self._as_listed(k, values[slot])
+            else:
+                self.known[slot][k] = None
+                self.lists[slot][k] = self.absent
+
+    def _conform(self, k: int, slot: str, value: Tensor | None) -> Tensor:
+        """`value` in the order, device and dtype the kernel takes; a new tensor only where it has to be one."""
+        param, stride = self.buffer.params[k], self.buffer.strides[k]
+        if value is None:
+            dtype = self.dtype or param.dtype
+            return torch.empty_strided(param.shape, stride, dtype=dtype, device=param.device).zero_()
+        if value.shape != param.shape:
+            raise ValueError(
+                f"FusedAccumOptimizer: state[p][{slot!r}] has shape {tuple(value.shape)} and its parameter "
+                f"{tuple(param.shape)}; they must be equal: load a state that belongs to these parameters"
+            )
+        dtype = self.dtype or (value.dtype if value.dtype in FLOAT_DTYPES else param.dtype)
+        as_it_is = k not in self.buffer.special and value.is_contiguous() or value.stride() == stride
+        if as_it_is and value.dtype == dtype and value.device == param.device:
+            return value
+        return torch.empty_strided(param.shape, stride, dtype=dtype, device=param.device).copy_(value)
+
+    def _as_listed(self, k: int, value: Tensor) -> Tensor:
+        return value.as_strided((value.numel(),), (1,)) if k in self.buffer.special else value

@@ -1,0 +1,221 @@
+"""The two ways to update at a boundary: our kernel on the flat buffer, or the wrapped optimizer's own `step()`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fusedaccum.flat_buffer import FlatBuffer, in_memory_order
+from fusedaccum.rules import RULES, HyperTable, OptimizerState
+
+
+class Masters:
+    """FP32 copies of the bf16 and fp16 parameters of one flat buffer, which the fused update reads and writes."""
+
+    def __init__(self, buffer: FlatBuffer) -> None:
+        self.buffer = buffer
+        self.absent = torch.empty(0, dtype=torch.float32, device=buffer.device)
+        self.tensors: list[Tensor] = [self.absent] * len(buffer.params)
+        self.seen: list[tuple[int, int] | None] = [None] * len(buffer.params)
+
+    def refresh(self, segments: list[int]) -> None:
+        """Make a master where there is none, and derive it again where its parameter was changed from outside.
+
+        A change shows in the parameter's version counter or address. Elements that still equal the master's rounding keep
+        the master's value, so that a write that changed nothing costs no precision.
+        """
+        for k in segments:
+            param = self.buffer.params[k]
+            if param.dtype == torch.float32:
+                self.tensors[k], self.seen[k] = self.absent, None
+                continue
+            state = (param._version, param.data_ptr())
+            if self.seen[k] == state:
+                continue
+            values = in_memory_order(param, self.buffer.strides[k])
+            if self.tensors[k] is self.absent:
+                self.tensors[k] = values.float() if param.numel() else self.absent
+            else:
+                master = self.tensors[k]
+                master.copy_(torch.where(master.to(values.dtype) == values, master, values.float()))
+            self.seen[k] = state
+
+    def written(self, segments: list[int]) -> None:
+        """Note that parameters and masters were written together."""
+        for k in segments:
+            if self.tensors[k] is not self.absent:
+                param = self.buffer.params[k]
+                self.seen[k] = (param._version, param.data_ptr())
+
+
+class FusedUpdate:
+    """AdamW, Adam or SGD as one operator call per device, on the wrapped optimizer's own state and groups."""
+
+    name = "fused"
+
+    def __init__(self, optimizer: Optimizer, state_dtype: torch.dtype | None, master_weights: bool) -> None:
+        self.optimizer = optimizer
+        self.rule = RULES[type(optimizer)]
+        self.state_dtype = state_dtype
+        self.master_weights = master_weights
+        self.sides: dict[FlatBuffer, _FusedSide] = {}
+
+    def side(self, buffer: FlatBuffer) -> _FusedSide:
+        """What belongs to one flat buffer: state lists, masters, tables."""
+        if buffer not in self.sides:
+            self.sides[buffer] = _FusedSide(self, buffer)
+        return self.sides[buffer]
+
+    def replace(self, old: list[FlatBuffer], new: list[FlatBuffer]) -> None:
+        """The flat buffers were rebuilt: masters go with their parameters, state is found again by parameter."""
+        masters = {}
+        for buffer in old:
+            if (side := self.sides.pop(buffer, None)) is not None and side.masters is not None:
+                for k, p in enumerate(buffer.params):
+                    if side.masters.tensors[k].numel():
+                        masters[p] = (side.masters.tensors[k], buffer.strides[k], side.masters.seen[k])
+        for buffer in new if masters else []:
+            for k, p in enumerate(buffer.params):
+                if p in masters:
+                    tensor, stride, seen = masters[p]
+                    if tensor.numel() == p.numel() and stride == buffer.strides[k]:
+                        side = self.side(buffer)
+                        side.masters.tensors[k] = tensor.to(buffer.device)
+                        side.masters.seen[k] = seen
+
+    def master(self, buffer: FlatBuffer, k: int) -> Tensor | None:
+        """The FP32 master of segment k (1-D, in memory order), brought up to date; None where there is none."""
+        masters = self.side(buffer).masters
+        if masters is None or masters.tensors[k] is masters.absent:
+            return None
+        masters.refresh([k])
+        return masters.tensors[k]
+
+    def put_master(self, buffer: FlatBuffer, k: int, master: Tensor) -> None:
+        """Take a saved master: float32, 1-D, in memory order. `Masters.refresh` says what becomes of it."""
+        masters = self.side(buffer).masters
+        if masters is not None and buffer.params[k].dtype != torch.float32 and master.numel():
+            masters.tensors[k], masters.seen[k] = master, None
+
+    def forget_masters(self) -> None:
+        """Derive every master again at the next update."""
+        for side in self.sides.values():
+            if side.masters is not None:
+                side.masters = Masters(side.buffer)
+
+    def prepare(self, buffers: list[FlatBuffer]) -> None:
+        """Bring state and masters up to date. Raises before any parameter, moment or count is changed."""
+        for buffer in buffers:
+            self.side(buffer).prepare()
+
+    def apply(self, buffers: list[FlatBuffer]) -> None:
+        """Update every touched parameter. Reads `buffer.scalars` on the device, waits for nothing."""
+        for buffer in buffers:
+            self.side(buffer).apply()
+
+
+class _FusedSide:
+    def __init__(self, update: FusedUpdate, buffer: FlatBuffer) -> None:
+        self.update = update
+        self.buffer = buffer
+        self.state = OptimizerState(update.rule, update.optimizer, buffer, update.state_dtype)
+        self.masters = Masters(buffer) if update.master_weights else None
+        self.table = HyperTable(update.rule, buffer.device)
+        self.groups: Tensor | None = None
+        self.group_index: list[int] = []
+        self.segments: list[int] = []
+
+    def prepare(self) -> None:
+        buffer, groups = self.buffer, self.update.optimizer.param_groups
+        position = {p: g for g, group in enumerate(groups) for p in group["params"]}
+        index = [position[p] for p in buffer.params]
+        if self.groups is None or index != self.group_index:
+            self.groups = torch.tensor(index, dtype=torch.int64, device=buffer.device)
+            self.group_index = index
+        self.segments = buffer.touched_segments()
+        self.state.refresh(self.segments, [groups[g] for g in index])
+        if self.masters is not None:
+            self.masters.refresh(self.segments)
+
+    def apply(self) -> None:
+        buffer, rule = self.buffer, self.update.rule
+        params: list[Tensor] = [self.state.absent] * len(buffer.params)
+        copies = []
+        special = set(buffer.special)
+        for k in self.segments:
+            param = buffer.params[k]
+            if k not in special and param.is_contiguous():
+                params[k] = param
+            else:
+                params[k] = in_memory_order(param, buffer.strides[k])
+                if param.numel() and params[k].data_ptr() != param.data_ptr():
+                    copies.append(k)
+        getattr(buffer.backend, rule.name)(
+            buffer.flat,
+            buffer.marks,
+            buffer.segments,
+            buffer.tiles,
+            buffer.scalars,
+            buffer.steps,
+            self.groups,
+            self.table.read(self.update.optimizer.param_groups),
+            params,
+            *(self.state.lists[slot] for slot in rule.slots),
+            self.masters.tensors if self.masters is not None else [],
+            buffer.handed_out,
+        )
+        for k in copies:
+            buffer.params[k].copy_(params[k].as_strided(buffer.shapes[k], buffer.strides[k]))
+        if self.masters is not None:
+            self.masters.written(self.segments)
+
+
+class WrappedUpdate:
+    """The wrapped optimizer's own `step()`, on the mean gradient rounded once to each parameter's dtype."""
+
+    name = "wrapped"
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def replace(self, old: list[FlatBuffer], new: list[FlatBuffer]) -> None:
+        pass
+
+    def prepare(self, buffers: list[FlatBuffer]) -> None:
+        pass
+
+    def apply(self, buffers: list[FlatBuffer]) -> None:
+        """Set `p.grad` of every touched parameter, call `optimizer.step()`, set it to None again.
+
+        float32 and complex64 gradients are views of the flat buffer, so only lower precisions take memory.
+        """
+        held = []
+        for buffer in buffers:
+            held += self._give_gradients(buffer)
+        try:
+            self.optimizer.step()
+        finally:
+            for param in held:
+                param.grad = None
+
+    def _give_gradients(self, buffer: FlatBuffer) -> list[Tensor]:
+        segments = buffer.touched_segments()
+        absent = torch.empty(0, device=buffer.device)
+        grads: list[Tensor] = [absent] * len(buffer.params)
+        shaped: dict[int, Tensor] = {}
+        for k in segments:
+            param = buffer.params[k]
+            if param.dtype not in (torch.float32, torch.complex64):
+                grads[k] = torch.empty(buffer.numels[k], dtype=param.dtype, device=buffer.device)
+                shaped[k] = grads[k].as_strided(buffer.shapes[k], buffer.strides[k])
+        if shaped:
+            buffer.backend.emit(buffer.flat, buffer.marks, buffer.segments, buffer.tiles, buffer.scalars, grads)
+        if len(shaped) < len(segments):
+            buffer.rescale(buffer.scalars[:1])
+        for k in segments:
+            buffer.params[k].grad = shaped[k] if k in shaped else buffer.view(k)
+        return [buffer.params[k] for k in segments]
+
+
+Update = FusedUpdate | WrappedUpdate

@@ -1,0 +1,353 @@
+"""The window: counting micro-batches, weighting them, and the boundary at which the update fires."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fusedaccum import folding
+from fusedaccum.flat_buffer import FlatBuffer
+from fusedaccum.options import NAME, Options, check_params
+from fusedaccum.rules import why_not_fused
+from fusedaccum.update import FusedUpdate, Update, WrappedUpdate
+
+PLAIN, WEIGHTED = "plain", "weighted"
+
+
+class Window:
+    """Everything about one wrapper that changes: proxies of the wrapper share this one object.
+
+    optimizer: the wrapped optimizer. steps: micro-batches per window.
+    """
+
+    def __init__(self, optimizer: Optimizer, steps: int, options: Options) -> None:
+        self.optimizer = optimizer
+        self.options = options
+        self.steps = steps  # of the next window
+        self.length = steps  # of this window
+        self.pending = 0
+        self.mode: str | None = None
+        self.items: float | Tensor = 0.0
+        self.announced: tuple[str, Any] | None = None
+        self.skipped_micro_batches = 0
+        self.buffers: list[FlatBuffer] = []
+        self.place: dict[Tensor, tuple[FlatBuffer, int]] = {}
+        self.closed = False
+        self.saved = False  # whether the open window, as it is, was written out
+        self._updates = 0
+        self._skipped_windows = 0
+        self._verdicts: list[Tensor] = []  # skip flags of updates whose outcome nobody has read yet
+        self._updated: bool | Tensor = False  # of the last step() or flush(); a tensor is its skip flag
+        self.params: list[Tensor] = []
+        self._unplaced: list[Tensor] = []
+        self._group_sizes: list[int] = []
+        self._norm: Tensor | None = None
+        self._in_pre_hook = False
+        self._exposed = False
+        self._divisor: float | Tensor = 1.0
+        self.update = self._choose_update()
+
+    # What was chosen
+
+    def _choose_update(self) -> Update:
+        options, reason = self.options, why_not_fused(self.optimizer)
+        if options.update == "fused" and reason is not None:
+            raise ValueError(f"{NAME}: update='fused' is not possible because {reason}; use update='auto' or 'wrapped'")
+        if options.update != "wrapped" and reason is None:
+            return FusedUpdate(self.optimizer, options.state_dtype, options.master_weights)
+        for name, default in (("state_dtype", None), ("master_weights", False)):
+            if (value := getattr(options, name)) != default:
+                why = "update='wrapped' was asked for" if options.update == "wrapped" else reason
+                raise ValueError(f"{NAME}: {name}={value!r} needs the fused update, not possible because {why}")
+        return WrappedUpdate(self.optimizer)
+
+    def warn_about_precision(self) -> None:
+        """Say once that parameters of low precision lose small updates, and what helps."""
+        if isinstance(self.update, FusedUpdate) and self.options.master_weights:
+            return
+        low = [p for p in self._trainable() if p.dtype in (torch.bfloat16, torch.float16)]
+        if low:
+            needs = "" if self.update.name == "fused" else " (which needs the fused update: AdamW, Adam or SGD)"
+            warnings.warn(
+                f"{NAME}: {len(low)} parameters are {low[0].dtype} and are updated without FP32 masters, which loses most small "
+                f"updates (0.5 - 3e-4 is 0.5 in bfloat16); pass master_weights=True{needs}, or keep the parameters in float32",
+                UserWarning,
+                stacklevel=3,
+            )
+
+    def _trainable(self) -> list[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+    def is_state_probe(self) -> bool:
+        """Whether this `step()` is `torch.distributed.checkpoint`'s, which wants the state created and nothing else.
+
+        It runs before the state exists, with every learning rate 0 and every gradient exactly zero.
+        """
+        if (
+            self.pending
+            or self.optimizer.state
+            or any(group.get("lr", 1.0) != 0 for group in self.optimizer.param_groups)
+        ):
+            return False
+        grads = [p.grad for p in self._trainable()]
+        return bool(grads) and all(g is not None and not g.is_sparse and not bool(g.any()) for g in grads)
+
+    # Where gradients go
+
+    def locate(self) -> None:
+        """See to it that `buffers` fit the optimizer's parameters as they are now; sums of an open window move along."""
+        groups = self.optimizer.param_groups
+        params = [p for group in groups for p in group["params"]]
+        sizes = [len(group["params"]) for group in groups]
+        same = len(params) == len(self.params) and all(map(is_, params, self.params)) and sizes == self._group_sizes
+        if same and not any(p.requires_grad or p.grad is not None for p in self._unplaced):
+            return
+        self.rebuild()
+
+    def rebuild(self, also: Tensor | None = None) -> None:
+        """Build the flat buffers anew where the parameters ask for it. also: a frozen parameter to make room for."""
+        groups = self.optimizer.param_groups
+        params = [p for group in groups for p in group["params"]]
+        check_params(params)
+        if self.params and (chosen := self._choose_update()).name != self.update.name:
+            self.update = chosen
+        old = self.buffers
+        self.buffers = folding.build(params, old, self.options.backend, also)
+        if self.buffers != old:
+            folding.carry(old, self.buffers)
+            self.update.replace(old, self.buffers)
+        self.place = {p: (buffer, k) for buffer in self.buffers for k, p in enumerate(buffer.params)}
+        self.params = params
+        self._unplaced = [p for p in params if p not in self.place]
+        self._group_sizes = [len(group["params"]) for group in groups]
+
+    # One micro-batch
+
+    def micro_batch(self, mean_of: float | Tensor | None, sum_of: float | Tensor | None) -> None:
+        """Fold the gradients that are there and count the micro-batch. Raises before anything is changed."""
+        weighted = mean_of is not None or sum_of is not None
+        self._check_mode(WEIGHTED if weighted else PLAIN)
+        length = self.length if self.pending else self.steps
+        scale: float | Tensor = 1.0
+        if mean_of is not None:
+            scale = mean_of
+        elif not weighted and self.options.reduction == "mean":
+            scale = 1.0 / length
+        items = mean_of if mean_of is not None else sum_of
+        self.locate()
+        last = self.pending + 1 >= length
+        if isinstance(items, float) and items == 0.0:
+            folding.discard(self.params)
+        else:
+            folding.fold(self, scale, norm=last)
+        if items is not None:
+            self.items = self.items + _double(items, self.items)
+        self.mode = WEIGHTED if weighted else PLAIN
+        self.length = length
+        self.pending += 1
+        self._updated = False
+        self.saved = False
+
+    def _check_mode(self, mode: str) -> None:
+        if mode == WEIGHTED and self.options.reduction == "sum":
+            raise ValueError(
+                f"{NAME}: mean_of and sum_of are per-item means and reduction='sum' adds micro-batches up; "
+                "leave the item counts out, or use reduction='mean'"
+            )
+        if self.pending and self.mode != mode:
+            raise ValueError(
+                f"{NAME}: this window holds {self.pending} {self.mode} micro-batches and a {mode} one was given; give "
+                "mean_of or sum_of with every micro-batch of a window or with none, or reset() the window"
+            )
+
+    @property
+    def full(self) -> bool:
+        return self.pending >= self.length
+
+    # The boundary
+
+    def divisor(self) -> float | Tensor:
+        """What the sum has to be divided by to be the window's mean (or its sum, with reduction="sum")."""
+        if self.mode == WEIGHTED:
+            return self.items
+        return self.pending / self.length if self.options.reduction == "mean" else 1.0
+
+    def close_window(self, pre_hooks: Callable[[], None], post_hooks: Callable[[], None]) -> None:
+        """Update the parameters with what the window holds, and begin the next one.
+
+        pre_hooks and post_hooks are called around the update, and not at all where no gradient came in the window.
+        Where something raises before the update, the window is as it was.
+        """
+        if self.pending:
+            self.locate()
+            folding.follow(self)
+        touched = [buffer for buffer in self.buffers if buffer.touched]
+        if not touched:
+            self._begin()
+            return
+        self._run_pre_hooks(pre_hooks, touched)
+        self.update.prepare(touched)
+        skip = self._set_scalars(touched)
+        done = False
+        try:
+            if self.update.name == "fused" or skip is None or not bool(skip):
+                self.update.apply(touched)
+                done = self.update.name == "fused"
+        finally:
+            self._begin(views_are_zero=done)
+        self._count(skip)
+        post_hooks()
+
+    def _run_pre_hooks(self, pre_hooks: Callable[[], None], touched: list[FlatBuffer]) -> None:
+        """What the hooks saw of the buffer they may have edited, so its norm is taken again."""
+        self._divisor = self.divisor()
+        self._in_pre_hook, self._exposed = True, False
+        before = self._divisor
+        try:
+            pre_hooks()
+        except BaseException:
+            if self._divisor is not before:  # master_grad made means of the sums
+                self.rescale(before)
+            raise
+        finally:
+            self._in_pre_hook = False
+            if self._exposed:
+                for buffer in touched:
+                    buffer.stale_norm()
+
+    def master_grad(self, param: Tensor) -> Tensor:
+        """See `FusedAccumOptimizer.master_grad`."""
+        buffer, k = self.place.get(param, (None, 0))
+        if buffer is None or not buffer.is_touched(k):
+            if buffer is None and not any(param is p for group in self.optimizer.param_groups for p in group["params"]):
+                raise ValueError(
+                    f"{NAME}: master_grad was given a tensor of shape {tuple(param.shape)} that is not a parameter of the "
+                    "optimizer; pass one of param_groups' parameters"
+                )
+            dtype = torch.complex64 if param.is_complex() else torch.float32
+            return torch.zeros_like(param, dtype=dtype, requires_grad=False)
+        if self._in_pre_hook:
+            self._exposed = True
+            divisor = self._divisor
+            if isinstance(divisor, Tensor):
+                empty = divisor == 0
+                self.rescale(torch.where(empty, 0.0, 1.0 / divisor))
+                self._divisor = torch.where(empty, 0.0, 1.0)
+            elif divisor != 1.0:
+                self.rescale(1.0 / divisor)
+                self._divisor = 1.0
+        return buffer.hand_out(k)
+
+    def rescale(self, factor: float | Tensor) -> None:
+        for buffer in self.buffers:
+            if buffer.touched:
+                buffer.rescale(factor)
+
+    def _set_scalars(self, touched: list[FlatBuffer]) -> Tensor | None:
+        """Norm, clip factor, divisor and skip on every device; returns the skip flag where the device decides it."""
+        first = touched[0]
+        total = first.square_total()
+        for buffer in touched[1:]:
+            total = total + buffer.square_total().to(first.device)
+        max_norm = math.inf if self.options.max_norm is None else float(self.options.max_norm)
+        for buffer in touched:
+            divisor = self._divisor
+            buffer.close_window(total.to(buffer.device), divisor, max_norm)
+        self._norm = first.scalars[2]
+        return first.scalars[1].clone() if isinstance(self._divisor, Tensor) else None
+
+    def _count(self, skip: Tensor | None) -> None:
+        if skip is None:
+            self._updates += 1
+            self._updated = True
+        else:
+            self._verdicts.append(skip)
+            self._updated = skip
+
+    def _begin(self, views_are_zero: bool = False) -> None:
+        for buffer in self.buffers:
+            buffer.clear(views_are_zero)
+        self.pending = 0
+        self.mode = None
+        self.items = 0.0
+        self.length = self.steps
+        self._updated = False
+
+    def reset(self) -> None:
+        """Drop what the window holds; the next micro-batch begins a new one."""
+        self._begin()
+        self.announced = None
+
+    def release(self) -> None:
+        """Give up the buffers; the wrapper is of no further use."""
+        self.closed = True
+        self.buffers, self.place, self.params, self._unplaced = [], {}, [], []
+
+    def make_place(self, param: Tensor) -> tuple[FlatBuffer, int]:
+        """Give a segment to a parameter that has none because it is frozen."""
+        self.rebuild(also=param)
+        return self.place[param]
+
+    # What happened; reading it is what waits for the device
+
+    @property
+    def updates(self) -> int:
+        self._read_verdicts()
+        return self._updates
+
+    @property
+    def skipped_windows(self) -> int:
+        self._read_verdicts()
+        return self._skipped_windows
+
+    @property
+    def updated(self) -> bool:
+        return not bool(self._updated) if isinstance(self._updated, Tensor) else self._updated
+
+    @property
+    def grad_norm(self) -> float | None:
+        return None if self._norm is None else float(self._norm)
+
+    @property
+    def will_update(self) -> bool:
+        return self.pending + 1 >= (self.length if self.pending else self.steps)
+
+    def _read_verdicts(self) -> None:
+        for skip in self._verdicts:
+            skipped = bool(skip)
+            self._skipped_windows += skipped
+            self._updates += not skipped
+        self._verdicts.clear()
+
+    def set_counts(self, updates: int, skipped_windows: int, skipped_micro_batches: int) -> None:
+        """Set what was counted, when a state is loaded."""
+        self._verdicts.clear()
+        self._updates, self._skipped_windows, self._updated = updates, skipped_windows, False
+        self.skipped_micro_batches = skipped_micro_batches
+
+    def __del__(self) -> None:
+        if getattr(self, "pending", 0) and not self.saved and not self.closed:
+            warn_open_window(self, "was dropped")
+
+
+def warn_open_window(window: Window, what: str) -> None:
+    """Say that an open window goes away, with what would have kept it."""
+    warnings.warn(
+        f"{NAME} {what} with an open window: {window.pending} of {window.length} micro-batches were summed and never reached "
+        "the parameters; flush() applies them, reset() drops them, state_dict() keeps them",
+        UserWarning,
+        stacklevel=3,
+    )
+
+
+def _double(items: float | Tensor, total: float | Tensor) -> float | Tensor:
+    if not isinstance(items, Tensor):
+        return items
+    return items.to(device=total.device if isinstance(total, Tensor) else items.device, dtype=torch.float64).reshape(1)
