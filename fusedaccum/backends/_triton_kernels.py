@@ -34,7 +34,7 @@ def _load_plain(place, left, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
     """
     lanes = tl.arange(0, BLOCK)
     if (left >= BLOCK) & (place % 16 == 0):
-        values = tl.load(tl.multiple_of(place, 16).to(tl.pointer_type(DTYPE)) + lanes)
+        values = tl.load(tl.multiple_of(place.to(tl.pointer_type(DTYPE)), 16) + lanes)
     else:
         values = tl.load(place.to(tl.pointer_type(DTYPE)) + lanes, mask=lanes < left, other=0)
     return values
@@ -44,7 +44,7 @@ def _load_plain(place, left, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
 def _store_plain(place, left, values, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
     lanes = tl.arange(0, BLOCK)
     if (left >= BLOCK) & (place % 16 == 0):
-        tl.store(tl.multiple_of(place, 16).to(tl.pointer_type(DTYPE)) + lanes, values)
+        tl.store(tl.multiple_of(place.to(tl.pointer_type(DTYPE)), 16) + lanes, values)
     else:
         tl.store(place.to(tl.pointer_type(DTYPE)) + lanes, values, mask=lanes < left)
 
