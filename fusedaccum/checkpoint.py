@@ -91,12 +91,14 @@ def load(window: Window, saved: dict[str, Any] | None, state: dict[Any, Any]) ->
     """
     window.reset()
     positions = _positions(window)
+    _own_state(window, state, positions)
     if isinstance(window.update, FusedUpdate):
         window.update.forget_masters()
         _restore_moments(window, window.update.state_dtype, state, positions)
     if saved is None:
         return
-    window.locate()
+    if saved["sums"] or saved["masters"]:
+        window.locate()
     for i, value in saved["sums"].items():
         buffer, k = window.place[positions[i]] if positions[i] in window.place else window.make_place(positions[i])
         buffer.put(k, value)
@@ -124,6 +126,17 @@ def _take_counts(window: Window, saved: dict[str, Any]) -> None:
         )
         if window.mode == PLAIN and window.options.reduction == "mean":
             window.rescale(saved["steps"] / window.steps)
+
+
+def _own_state(window: Window, state: dict[Any, Any], positions: dict[int, Tensor]) -> None:
+    """Copy what torch's loader has taken over from the dict as it was: two optimizers must not share their moments."""
+    for i, entries in state.items():
+        if i not in positions or not isinstance(entries, dict):
+            continue
+        mine = window.optimizer.state[positions[i]]
+        for key, value in entries.items():
+            if isinstance(value, Tensor) and mine.get(key) is value:
+                mine[key] = value.detach().clone()
 
 
 def _restore_moments(

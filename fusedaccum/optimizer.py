@@ -303,11 +303,18 @@ class FusedAccumOptimizer(Optimizer):
         self._window.optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the wrapped optimizer, inside a window too. Raises TypeError for float64 parameters."""
+        """Add a group to the wrapped optimizer, inside a window too.
+
+        Raises TypeError for parameters that cannot be summed in float32, ValueError for such as the update that was asked for
+        cannot take; the optimizer is as it was then.
+        """
         params = param_group["params"]
-        params = [params] if isinstance(params, Tensor) else list(params)
-        check_params([p[1] if isinstance(p, tuple) else p for p in params])
-        self._window.optimizer.add_param_group({**param_group, "params": params})
+        if not isinstance(params, Tensor | list | tuple | set):
+            params = param_group["params"] = list(params)
+        tensors = [params] if isinstance(params, Tensor) else [p[1] if isinstance(p, tuple) else p for p in params]
+        check_params(tensors)
+        self._window.choose_update(tensors)
+        self._window.optimizer.add_param_group(param_group)
 
     def __repr__(self) -> str:
         window = self._window
@@ -347,7 +354,8 @@ class FusedAccumOptimizer(Optimizer):
         saved = state_dict.pop(checkpoint.KEY, None)
         if saved is not None:
             checkpoint.check(self._window, saved)
-            saved = deepcopy(saved)  # it may be a view of the very buffer it is loaded into
+            if any(buffer.handed_out for buffer in self._window.buffers):
+                saved = deepcopy(saved)  # closing the window zeroes what was handed out, and these may be views of it
         with torch.no_grad():
             self._window.optimizer.load_state_dict(state_dict)
             checkpoint.load(self._window, saved, state_dict["state"])

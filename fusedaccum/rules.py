@@ -6,6 +6,7 @@ the same keys, and a state that somebody replaced, loaded or cleared is seen at 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -70,8 +71,10 @@ Rule = type[AdamRule] | type[SGDRule]
 RULES: dict[type, Rule] = {AdamW: AdamRule, Adam: AdamRule, SGD: SGDRule}
 
 
-def why_not_fused(optimizer: Optimizer) -> str | None:
+def why_not_fused(optimizer: Optimizer, more: Sequence[Tensor] = ()) -> str | None:
     """The reason why `optimizer`'s update cannot be fused, in words that complete "because"; None if it can.
+
+    more: parameters to judge along with the optimizer's own.
 
     Exactly AdamW, Adam and SGD are fused: a subclass may override `step`.
     """
@@ -83,7 +86,8 @@ def why_not_fused(optimizer: Optimizer) -> str | None:
         for value in RULES[type(optimizer)].row(group):
             if isinstance(value, Tensor) and value.requires_grad:
                 return "a hyper-parameter tensor requires grad"
-    params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = [p for p in (*params, *more) if p.requires_grad]
     for p in params:
         if p.dtype not in FLOAT_DTYPES:
             return f"a parameter is {p.dtype}, and float32, bfloat16 and float16 are fused"

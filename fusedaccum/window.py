@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import is_
 from typing import Any
 
@@ -52,12 +52,16 @@ class Window:
         self._in_pre_hook = False
         self._exposed = False
         self._divisor: float | Tensor = 1.0
-        self.update = self._choose_update()
+        self.update = self.choose_update()
 
     # What was chosen
 
-    def _choose_update(self) -> Update:
-        options, reason = self.options, why_not_fused(self.optimizer)
+    def choose_update(self, more: Sequence[Tensor] = ()) -> Update:
+        """The update that options and parameters ask for, `more` parameters that are about to come included.
+
+        Raises ValueError with the reason where an option needs the fused update and it is not possible.
+        """
+        options, reason = self.options, why_not_fused(self.optimizer, more)
         if options.update == "fused" and reason is not None:
             raise ValueError(f"{NAME}: update='fused' is not possible because {reason}; use update='auto' or 'wrapped'")
         if options.update != "wrapped" and reason is None:
@@ -116,7 +120,7 @@ class Window:
         groups = self.optimizer.param_groups
         params = [p for group in groups for p in group["params"]]
         check_params(params)
-        if self.params and (chosen := self._choose_update()).name != self.update.name:
+        if self.params and (chosen := self.choose_update()).name != self.update.name:
             self.update = chosen
         old = self.buffers
         self.buffers = folding.build(params, old, self.options.backend, also)
