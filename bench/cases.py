@@ -1,0 +1,153 @@
+"""What is measured: lists of parameter shapes, and how parameters, states and gradients are held."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+MICRO_BATCHES = 8
+MAX_NORM = 1.0
+SCALE = 1.0 / MICRO_BATCHES
+
+# With parameters of N(0, 1) this learning rate moves a bf16 parameter by many roundings, so that the comparison with
+# float64 sees a lost weight decay. No hyper-parameter changes how long an update takes.
+LR, BETAS, WEIGHT_DECAY = 0.05, (0.9, 0.999), 0.1
+
+# Gradients that fit in here are made anew for each micro-batch, as a backward would; larger ones are cold in every
+# cache anyway, and two sets take turns.
+DISTINCT_GRADIENT_BYTES = 256 << 20
+
+
+def gpt2(layers: int = 12, width: int = 768, vocabulary: int = 50257, context: int = 1024) -> list[tuple[int, ...]]:
+    """GPT-2's parameters, the head tied to the embedding: 148 tensors at full size."""
+    shapes: list[tuple[int, ...]] = [(vocabulary, width), (context, width)]
+    for _ in range(layers):
+        shapes += [(width,), (width,), (width, 3 * width), (3 * width,), (width, width), (width,)]
+        shapes += [(width,), (width,), (width, 4 * width), (4 * width,), (4 * width, width), (width,)]
+    return [*shapes, (width,), (width,)]
+
+
+def llama_8b(share: int) -> list[tuple[int, ...]]:
+    """One of 32 layers and 1/32 of both embeddings, with 1/share of the rows of every matrix."""
+    rows = [128256 // 32, 128256 // 32, 4096, 1024, 1024, 4096, 14336, 14336]
+    shapes: list[tuple[int, ...]] = [(row // share, 4096) for row in rows]
+    return [*shapes, (4096 // share, 14336), (4096,), (4096,), (4096,)]
+
+
+def odd_sizes(largest: float = 2e6) -> list[tuple[int, ...]]:
+    """96 odd sizes from 1 up, evenly spread on a logarithmic scale."""
+    return [(int(largest ** (index / 95)) | 1,) for index in range(96)]
+
+
+@dataclass(frozen=True)
+class ShapeList:
+    """A named list of shapes; `quick` is a small stand-in that only shows that the benchmark runs."""
+
+    title: str
+    shapes: Callable[[], list[tuple[int, ...]]]
+    quick: Callable[[], list[tuple[int, ...]]]
+
+
+SHAPE_LISTS = {
+    "gpt2": ShapeList("GPT-2 124M", gpt2, lambda: gpt2(layers=1, width=64, vocabulary=500, context=32)),
+    "1.3b": ShapeList(
+        "1.3B, sampled: 2 of 24 layers, 1/4 of the embedding",
+        lambda: gpt2(layers=2, width=2048, vocabulary=50257 // 4, context=2048),
+        lambda: gpt2(layers=2, width=96, vocabulary=200, context=32),
+    ),
+    "8b": ShapeList(
+        "8B, sampled: 1 of 32 layers, 1/32 of the embeddings, half the rows",
+        lambda: llama_8b(share=2),
+        lambda: llama_8b(share=512),
+    ),
+    "10000x64": ShapeList("10,000 x 64", lambda: [(64,)] * 10_000, lambda: [(64,)] * 300),
+    "odd": ShapeList("96 odd sizes, 1 to 2,000,000", odd_sizes, lambda: odd_sizes(largest=3e3)),
+    "400x10486": ShapeList("400 x 10,486", lambda: [(10_486,)] * 400, lambda: [(1_049,)] * 20),
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a model is held. `least_step_bytes` and `least_window_bytes` are what an update and a whole window must move.
+
+    A window is one pass per micro-batch: (G + 4) for the first, (G + 8) for each later one, with G bytes of gradient,
+    and the step. Clipping, dividing and zeroing can be had in those passes and add nothing.
+    """
+
+    title: str
+    dtype: torch.dtype
+    state_dtype: torch.dtype
+    masters: bool
+    least_step_bytes: int
+
+    @property
+    def gradient_bytes(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def least_window_bytes(self) -> int:
+        first, later = self.gradient_bytes + 4, self.gradient_bytes + 8
+        return first + (MICRO_BATCHES - 1) * later + self.least_step_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes per parameter of what every contender must own: the parameter, two moments and the master."""
+        return self.dtype.itemsize + 2 * self.state_dtype.itemsize + (4 if self.masters else 0)
+
+
+KINDS = {
+    "masters": Kind("bf16 parameters, FP32 masters and moments", torch.bfloat16, torch.float32, True, 16 + 14),
+    "bf16": Kind("bf16 parameters and moments", torch.bfloat16, torch.bfloat16, False, 4 + 6 + 6),
+    "fp32": Kind("FP32 parameters and moments", torch.float32, torch.float32, False, 16 + 12),
+}
+
+
+@dataclass
+class Case:
+    """One shape list held in one way: the values every contender starts from and is fed."""
+
+    shapes: list[tuple[int, ...]]
+    kind: Kind
+    title: str
+    seed: int = 1
+    _generator: torch.Generator = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._generator = torch.Generator().manual_seed(self.seed)
+
+    @property
+    def numel(self) -> int:
+        return sum(math.prod(shape) for shape in self.shapes)
+
+    @property
+    def eps(self) -> float:
+        """As large as a clipped gradient's elements: Adam alone would hide a forgotten clipping, this shows it."""
+        return MAX_NORM / math.sqrt(self.numel)
+
+    @cached_property
+    def start(self) -> list[Tensor]:
+        return self._normal()
+
+    @cached_property
+    def gradients(self) -> list[list[Tensor]]:
+        """Sets of gradients, one per micro-batch where memory allows."""
+        fits = MICRO_BATCHES * self.numel * self.kind.gradient_bytes <= DISTINCT_GRADIENT_BYTES
+        return [self._normal() for _ in range(MICRO_BATCHES if fits else 2)]
+
+    def order(self, window: int) -> list[int]:
+        """The set each micro-batch of a window gets. Odd windows have another sum, so that stale sums are noticed."""
+        sets = len(self.gradients)
+        return [(k // 3 if window % 2 else k) % sets for k in range(MICRO_BATCHES)]
+
+    def forget(self) -> None:
+        """Let go of the tensors: the next case may be as large."""
+        self.__dict__.pop("start", None)
+        self.__dict__.pop("gradients", None)
+
+    def _normal(self) -> list[Tensor]:
+        return [torch.randn(shape, generator=self._generator).to(self.kind.dtype) for shape in self.shapes]
