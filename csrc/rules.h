@@ -1,0 +1,148 @@
+// The arithmetic of every operator for one element, on host and device.
+//
+// V is the value type: float on a GPU, a pack of floats on a CPU. It has a constructor from float, + - * /, and the
+// functions fma, sqrt and maximum. Every multiply-add is written as fma, and the build turns contraction off, so that
+// all compilers and instruction sets round alike.
+//
+// The functions live in an inner namespace that each translation unit names after its instruction set: the linker must
+// never merge code made for one instruction set with code made for another.
+#pragma once
+
+#include <cmath>
+
+#if defined(__CUDACC__)
+#define FUSEDACCUM_HD __host__ __device__ __forceinline__
+#else
+#define FUSEDACCUM_HD inline __attribute__((always_inline))
+#endif
+
+#ifndef FUSEDACCUM_ISA
+#define FUSEDACCUM_ISA host
+#endif
+
+namespace fusedaccum {
+
+enum class Decay : int32_t { kNone, kCoupled, kDecoupled };
+
+// What the rules need per segment, made once per (group, step) in float64 and rounded once.
+struct AdamFactors {
+  float multiplier;  // of the flat buffer; negative where the group maximizes
+  float decay;       // weight_decay, times lr where decoupled
+  float one_minus_beta1;
+  float beta2;
+  float one_minus_beta2;
+  float step_size;        // lr / (1 - beta1^step)
+  float root_correction;  // sqrt(1 - beta2^step)
+  float eps;
+  Decay decay_kind;
+  bool amsgrad;
+};
+
+struct SgdFactors {
+  float multiplier;
+  float weight_decay;
+  float momentum;
+  float one_minus_dampening;
+  float lr;
+  bool nesterov;
+  bool first;  // the segment's first update: the momentum buffer starts as the gradient
+};
+
+constexpr int64_t kAdamColumns = 8;
+constexpr int64_t kSgdColumns = 6;
+
+namespace FUSEDACCUM_ISA {
+
+template <class V>
+FUSEDACCUM_HD V fold_first(V scale, V grad) {
+  return scale * grad;
+}
+
+template <class V>
+FUSEDACCUM_HD V fold_next(V scale, V grad, V flat) {
+  return fma(scale, grad, flat);
+}
+
+// What the step reads: the multiplier of the flat buffer, whether the update is skipped, the norm of the mean.
+struct Closing {
+  float multiplier, skip, norm;
+};
+
+// A norm that is not a number passes through the clip factor: every comparison with it is false.
+FUSEDACCUM_HD Closing close_window(double total, double divisor, double max_norm) {
+  if (divisor == 0) return {0.0f, 1.0f, 0.0f};
+  const double norm = ::sqrt(total) / divisor;
+  const double clip = max_norm == HUGE_VAL ? 1.0 : max_norm / (norm + 1e-6);
+  return {float(1 / divisor * (clip >= 1.0 ? 1.0 : clip)), 0.0f, float(norm)};
+}
+
+// hyper: one row in the order of ADAM_COLUMNS.
+FUSEDACCUM_HD AdamFactors adam_factors(const double* hyper, double step, float multiplier) {
+  const double lr = hyper[0], beta1 = hyper[1], beta2 = hyper[2], eps = hyper[3], weight_decay = hyper[4];
+  const bool decoupled = hyper[5] != 0, amsgrad = hyper[6] != 0, maximize = hyper[7] != 0;
+  AdamFactors f;
+  f.multiplier = maximize ? -multiplier : multiplier;
+  f.decay = float(decoupled ? lr * weight_decay : weight_decay);
+  f.one_minus_beta1 = float(1 - beta1);
+  f.beta2 = float(beta2);
+  f.one_minus_beta2 = float(1 - beta2);
+  f.step_size = float(lr / (1 - ::pow(beta1, step)));
+  f.root_correction = float(::sqrt(1 - ::pow(beta2, step)));
+  f.eps = float(eps);
+  f.decay_kind = weight_decay == 0 ? Decay::kNone : decoupled ? Decay::kDecoupled : Decay::kCoupled;
+  f.amsgrad = amsgrad;
+  return f;
+}
+
+template <class V>
+struct AdamState {
+  V p, m, v, v_max;
+};
+
+template <class V>
+FUSEDACCUM_HD void adam(const AdamFactors& f, V flat, AdamState<V>& s) {
+  V g = flat * V(f.multiplier);
+  // A weight decay of 0 is left out: 0 * p is not 0 where p is infinite.
+  if (f.decay_kind == Decay::kDecoupled) s.p = fma(V(-f.decay), s.p, s.p);
+  if (f.decay_kind == Decay::kCoupled) g = fma(V(f.decay), s.p, g);
+  s.m = fma(V(f.one_minus_beta1), g - s.m, s.m);
+  s.v = fma(V(f.one_minus_beta2) * g, g, V(f.beta2) * s.v);
+  if (f.amsgrad) s.v_max = maximum(s.v_max, s.v);
+  const V root = sqrt(f.amsgrad ? s.v_max : s.v);
+  s.p = fma(V(-f.step_size), s.m / (root / V(f.root_correction) + V(f.eps)), s.p);
+}
+
+// hyper: one row in the order of SGD_COLUMNS.
+FUSEDACCUM_HD SgdFactors sgd_factors(const double* hyper, double step, float multiplier) {
+  const double lr = hyper[0], momentum = hyper[1], dampening = hyper[2], weight_decay = hyper[3];
+  const bool nesterov = hyper[4] != 0, maximize = hyper[5] != 0;
+  SgdFactors f;
+  f.multiplier = maximize ? -multiplier : multiplier;
+  f.weight_decay = float(weight_decay);
+  f.momentum = float(momentum);
+  f.one_minus_dampening = float(1 - dampening);
+  f.lr = float(lr);
+  f.nesterov = nesterov;
+  f.first = step == 1;
+  return f;
+}
+
+template <class V>
+struct SgdState {
+  V p, b;
+};
+
+// with_momentum: the group has momentum and the segment has a buffer for it.
+template <class V>
+FUSEDACCUM_HD void sgd(const SgdFactors& f, bool with_momentum, V flat, SgdState<V>& s) {
+  V g = flat * V(f.multiplier);
+  if (f.weight_decay != 0) g = fma(V(f.weight_decay), s.p, g);
+  if (with_momentum) {
+    s.b = f.first ? g : fma(V(f.momentum), s.b, V(f.one_minus_dampening) * g);
+    g = f.nesterov ? fma(V(f.momentum), s.b, g) : s.b;
+  }
+  s.p = fma(V(-f.lr), g, s.p);
+}
+
+}  // namespace FUSEDACCUM_ISA
+}  // namespace fusedaccum

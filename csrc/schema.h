@@ -1,0 +1,28 @@
+// The signature of every operator. fusedaccum/ops.py says what they do; names and order of the arguments are the same.
+#pragma once
+
+namespace fusedaccum {
+
+constexpr const char* kSchemas[] = {
+    "fold(Tensor(a!) flat, Tensor(b!) partials, Tensor(c!) marks, Tensor segments, Tensor tiles, Tensor?[] grads, "
+    "Tensor scale, bool norm) -> ()",
+
+    "square_total(Tensor flat, Tensor(a!) partials, Tensor(b!) marks, Tensor segments, Tensor tiles, "
+    "Tensor(c!) total) -> ()",
+
+    "close_window(Tensor(a!) scalars, Tensor(b!) steps, Tensor marks, Tensor total, Tensor divisor, float max_norm) "
+    "-> ()",
+
+    "rescale(Tensor(a!) flat, Tensor(b!) marks, Tensor segments, Tensor tiles, Tensor factor) -> ()",
+
+    "emit(Tensor flat, Tensor marks, Tensor segments, Tensor tiles, Tensor scalars, Tensor(a!)[] grads) -> ()",
+
+    "adam(Tensor(a!) flat, Tensor marks, Tensor segments, Tensor tiles, Tensor scalars, Tensor steps, Tensor groups, "
+    "Tensor hyper, Tensor(b!)[] params, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "
+    "Tensor(e!)[] max_exp_avg_sqs, Tensor(f!)[] masters, bool zero) -> ()",
+
+    "sgd(Tensor(a!) flat, Tensor marks, Tensor segments, Tensor tiles, Tensor scalars, Tensor steps, Tensor groups, "
+    "Tensor hyper, Tensor(b!)[] params, Tensor(c!)[] momentum_buffers, Tensor(d!)[] masters, bool zero) -> ()",
+};
+
+}  // namespace fusedaccum

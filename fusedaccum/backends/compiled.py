@@ -1,0 +1,147 @@
+"""The operators in C++ (`csrc/`), reached through torch's dispatcher.
+
+Importing this module raises ImportError where the extension was not built. What a call has written is made known to
+autograd: a saved tensor that was changed is then found out in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+try:
+    from fusedaccum import _C
+except ImportError as error:
+    raise ImportError(
+        f"the C++ operators were not built ({error}); install a C++ compiler and reinstall fusedaccum"
+    ) from error
+
+_OPERATORS = ("fold", "square_total", "close_window", "rescale", "emit", "adam", "sgd")
+_ops = torch.ops.fusedaccum
+_fold, _square_total, _close_window, _rescale, _emit, _adam, _sgd = (getattr(_ops, name).default for name in _OPERATORS)
+
+
+def build_info() -> dict[str, Any]:
+    """How the extension was built and what it runs on: compiler, isa, isas_built, cuda, torch_target, tile, align.
+
+    Raises RuntimeError where FUSEDACCUM_ISA names an instruction set that is unknown or that this processor lacks.
+    """
+    return _C.build_info()
+
+
+def why_not(device: torch.device) -> str | None:
+    """The reason why this backend cannot serve `device`, in words; None if it can."""
+    if device.type == "cpu":
+        return None
+    if device.type == "cuda":
+        return f"CUDA kernels {build_info()['cuda']}"
+    return f"there are no C++ operators for {device.type}"
+
+
+def fold(
+    flat: Tensor,
+    partials: Tensor,
+    marks: Tensor,
+    segments: Tensor,
+    tiles: Tensor,
+    grads: Sequence[Tensor | None],
+    scale: Tensor,
+    norm: bool,
+) -> None:
+    _fold(flat, partials, marks, segments, tiles, grads, scale, norm)
+    increment_version((flat, partials, marks))
+
+
+def square_total(flat: Tensor, partials: Tensor, marks: Tensor, segments: Tensor, tiles: Tensor, total: Tensor) -> None:
+    _square_total(flat, partials, marks, segments, tiles, total)
+    increment_version((partials, marks, total))
+
+
+def close_window(
+    scalars: Tensor, steps: Tensor, marks: Tensor, total: Tensor, divisor: Tensor, max_norm: float
+) -> None:
+    _close_window(scalars, steps, marks, total, divisor, max_norm)
+    increment_version((scalars, steps))
+
+
+def rescale(flat: Tensor, marks: Tensor, segments: Tensor, tiles: Tensor, factor: Tensor) -> None:
+    _rescale(flat, marks, segments, tiles, factor)
+    increment_version((flat, marks))
+
+
+def emit(
+    flat: Tensor, marks: Tensor, segments: Tensor, tiles: Tensor, scalars: Tensor, grads: Sequence[Tensor]
+) -> None:
+    _emit(flat, marks, segments, tiles, scalars, grads)
+    increment_version(grads)
+
+
+def adam(
+    flat: Tensor,
+    marks: Tensor,
+    segments: Tensor,
+    tiles: Tensor,
+    scalars: Tensor,
+    steps: Tensor,
+    groups: Tensor,
+    hyper: Tensor,
+    params: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    max_exp_avg_sqs: Sequence[Tensor],
+    masters: Sequence[Tensor],
+    zero: bool,
+) -> None:
+    moments = (exp_avgs, exp_avg_sqs, max_exp_avg_sqs)
+    _adam(flat, marks, segments, tiles, scalars, steps, groups, hyper, params, *moments, masters, zero)
+    written = [*params, *exp_avgs, *exp_avg_sqs, *max_exp_avg_sqs, *masters]
+    increment_version([flat, *written] if zero else written)
+
+
+def sgd(
+    flat: Tensor,
+    marks: Tensor,
+    segments: Tensor,
+    tiles: Tensor,
+    scalars: Tensor,
+    steps: Tensor,
+    groups: Tensor,
+    hyper: Tensor,
+    params: Sequence[Tensor],
+    momentum_buffers: Sequence[Tensor],
+    masters: Sequence[Tensor],
+    zero: bool,
+) -> None:
+    buffers = (momentum_buffers, masters)
+    _sgd(flat, marks, segments, tiles, scalars, steps, groups, hyper, params, *buffers, zero)
+    written = [*params, *momentum_buffers, *masters]
+    increment_version([flat, *written] if zero else written)
+
+
+def _fake(name: str):
+    """What an operator does without data: nothing but refuse a mixture of devices.
+
+    Real tensors beside one on the meta device land here too, and would be left unwritten in silence.
+    """
+
+    def fake(first: Tensor, *rest: Any) -> None:
+        listed = [entry for argument in rest if isinstance(argument, (list, tuple)) for entry in argument]
+        for tensor in (*rest, *listed):
+            if isinstance(tensor, Tensor) and tensor.device.type not in (first.device.type, "cpu"):
+                raise RuntimeError(
+                    f"{name}: all tensors must be on {first.device}, got one on {tensor.device}; "
+                    f"move it with .to('{first.device}')"
+                )
+
+    return fake
+
+
+# No operator has a derivative. Falling through the autograd keys spares a look at every listed tensor.
+_autograd = torch.library.Library("fusedaccum", "IMPL")
+for _name in _OPERATORS:
+    torch.library.register_fake(f"fusedaccum::{_name}", _fake(_name))
+    _autograd.impl(_name, torch.library.fallthrough_kernel, "Autograd")
