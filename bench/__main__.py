@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 
 # Unless told otherwise before torch is imported, the profiler that counts memory writes two lines at every start.
-os.environ.setdefault("KINETO_LOG_LEVEL", "5")
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
-import torch  # noqa: E402
+import torch
 
-from bench import harness, report  # noqa: E402
-from bench.cases import KINDS, SHAPE_LISTS  # noqa: E402
-from bench.sections import SECTIONS, Options, Result  # noqa: E402
+from bench import harness, report
+from bench.cases import KINDS, SHAPE_LISTS
+from bench.sections import SECTIONS, Options, Result
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:

@@ -54,7 +54,9 @@ def race(case: Case, contenders: list, options: Options) -> dict[str, list[float
 
 def fold(options: Options, result: Result) -> None:
     """A fold knows only the gradients' dtype: two kinds with the same one are one case."""
-    by_dtype = {KINDS[kind].dtype: kind for kind in reversed(options.kinds)}
+    by_dtype: dict[torch.dtype, str] = {}
+    for kind in options.kinds:
+        by_dtype.setdefault(KINDS[kind].dtype, kind)
     for _, case in cases(options, list(by_dtype.values())):
         for stage in kernels.STAGES:
             samples = race(case, kernels.folds(case, stage), options)

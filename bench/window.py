@@ -93,8 +93,6 @@ class Rival(Window):
     the parameters are not, AdamW wants their dtype, and the sums are rounded to it once (`self.rounded`).
     """
 
-    optimizer_options: dict[str, bool] = {"fused": True}
-
     def __init__(self, case: Case) -> None:
         super().__init__(case)
         self.updated = [Parameter(p.detach().float()) for p in self.params] if case.kind.masters else self.params
@@ -107,7 +105,7 @@ class Rival(Window):
         return [torch.zeros(shape) for shape in self.case.shapes]
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        return adamw(self.updated, self.case, **self.optimizer_options)
+        return adamw(self.updated, self.case, fused=True)
 
     def collect(self) -> list[Tensor]:
         """The micro-batch's gradients, dropped from the parameters as a training loop does."""
@@ -237,11 +235,13 @@ class CompiledWindow(CompiledSums):
 
     name = "torch.compile, sums and boundary"
     most_tensors = 150  # the boundary of 148 tensors compiles in minutes
-    optimizer_options = {"foreach": True}
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
         self.close = torch.compile(super().close, dynamic=False)
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return adamw(self.updated, self.case, foreach=True)
 
 
 class DeepSpeedWindow(AddSums):
