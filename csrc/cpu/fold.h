@@ -9,7 +9,7 @@
 namespace fusedaccum::FUSEDACCUM_ISA {
 
 template <class T, bool kFirst, bool kNorm, bool kStream>
-void fold_tile(const FoldRun& run, const Tile& tile, double* partial) {
+FUSEDACCUM_KERNEL void fold_tile(const FoldRun& run, const Tile& tile, double* partial) {
   float* flat = run.flat + tile.flat_start;
   const T* grad = static_cast<const T*>(run.grad.data) + tile.start;
   const Vec scale(run.scale);
@@ -28,7 +28,7 @@ void fold_tile(const FoldRun& run, const Tile& tile, double* partial) {
 }
 
 template <class T, bool kNorm>
-void fold_run(const FoldRun& run, const Tile* tile, int64_t count) {
+static void fold_run(const FoldRun& run, const Tile* tile, int64_t count) {
   auto* one_tile = !run.first   ? fold_tile<T, false, kNorm, false>
                    : run.stream ? fold_tile<T, true, kNorm, true>
                                 : fold_tile<T, true, kNorm, false>;
@@ -36,17 +36,17 @@ void fold_run(const FoldRun& run, const Tile* tile, int64_t count) {
 }
 
 // With a scale of 0 the gradient must not be looked at: 0 * inf is not 0.
-inline void fold_nothing(const FoldRun& run, const Tile* tile, int64_t count) {
+static void fold_nothing(const FoldRun& run, const Tile* tile, int64_t count) {
   if (run.first) zero(run.flat, tile, count);
   if (run.partial) square(run.flat, run.partial, tile, count);
 }
 
 template <class T>
-void fold_dtype(const FoldRun& run, const Tile* tile, int64_t count) {
+static void fold_dtype(const FoldRun& run, const Tile* tile, int64_t count) {
   run.partial ? fold_run<T, true>(run, tile, count) : fold_run<T, false>(run, tile, count);
 }
 
-void fold(const FoldRun& run, const Tile* tile, int64_t count) {
+static void fold(const FoldRun& run, const Tile* tile, int64_t count) {
   if (run.scale == 0) return fold_nothing(run, tile, count);
   switch (run.grad.dtype) {
     case DType::kFloat32:

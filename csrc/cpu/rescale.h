@@ -6,14 +6,14 @@
 
 namespace fusedaccum::FUSEDACCUM_ISA {
 
-inline void rescale(float* flat, float factor, const Tile* tile, int64_t count) {
+FUSEDACCUM_KERNEL void rescale(float* flat, float factor, const Tile* tile, int64_t count) {
   for (int64_t t = 0; t < count; ++t) {
     float* x = flat + tile[t].flat_start;
     each_pack(tile[t].count, [&](int64_t i, auto extent) { store(x + i, load(x + i, extent) * Vec(factor), extent); });
   }
 }
 
-inline void emit(const float* flat, Elements grad, float multiplier, const Tile* tile, int64_t count) {
+FUSEDACCUM_KERNEL void emit(const float* flat, Elements grad, float multiplier, const Tile* tile, int64_t count) {
   for (int64_t t = 0; t < count; ++t) {
     const float* x = flat + tile[t].flat_start;
     const int64_t start = tile[t].start;

@@ -7,7 +7,7 @@
 
 namespace fusedaccum::FUSEDACCUM_ISA {
 
-inline void sgd(const SgdRun& run_in, const Tile* tile, int64_t count) {
+FUSEDACCUM_KERNEL void sgd(const SgdRun& run_in, const Tile* tile, int64_t count) {
   const SgdRun run = run_in;  // a copy that no store can alias: the factors stay in registers
   const Elements master{run.master, DType::kFloat32};
   const Elements source = run.master ? master : run.param;

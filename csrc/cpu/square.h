@@ -6,7 +6,7 @@
 
 namespace fusedaccum::FUSEDACCUM_ISA {
 
-inline void square(const float* flat, double* partial, const Tile* tile, int64_t count) {
+FUSEDACCUM_KERNEL void square(const float* flat, double* partial, const Tile* tile, int64_t count) {
   for (int64_t t = 0; t < count; ++t) {
     const float* x = flat + tile[t].flat_start;
     Squares squares;
@@ -15,7 +15,7 @@ inline void square(const float* flat, double* partial, const Tile* tile, int64_t
   }
 }
 
-inline void zero(float* flat, const Tile* tile, int64_t count) {
+FUSEDACCUM_KERNEL void zero(float* flat, const Tile* tile, int64_t count) {
   for (int64_t t = 0; t < count; ++t) {
     float* x = flat + tile[t].flat_start;
     each_pack(tile[t].count, [&](int64_t i, auto extent) { store(x + i, Vec(0.0f), extent); });

@@ -131,11 +131,16 @@ struct Squares {
   double total() const {
     double sum[kLanes];
     for (int i = 0; i < kRegs; ++i) lanes[i].store(sum + i * kRegLanes);
+#pragma GCC unroll 4
     for (int width = kLanes / 2; width > 0; width /= 2)
+#pragma GCC unroll 8
       for (int i = 0; i < width; ++i) sum[i] += sum[i + width];
     return sum[0];
   }
 };
+
+// A function that loops over packs. Left alone, GCC calls the loop's body as a function on AVX2.
+#define FUSEDACCUM_KERNEL __attribute__((flatten)) static
 
 // body(i, extent) for each pack of `count` elements; i is the index of its first.
 template <class Body>
