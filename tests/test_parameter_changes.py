@@ -1,0 +1,220 @@
+"""Everything that may change about parameters and their state while training goes on."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.optim import SGD, AdamW
+from wrapper_helpers import (
+    DTYPES,
+    LOW_PRECISION,
+    assert_within_budget,
+    make_params,
+    make_windows,
+    mean64,
+    params_of,
+    set_grads,
+    tidy,  # noqa: F401
+    train_stock,
+    train_wrapped,
+    wrap,
+)
+
+pytestmark = LOW_PRECISION
+
+MAKERS = {
+    "adamw": lambda params: AdamW(params, lr=0.05, weight_decay=0.3),
+    "sgd": lambda params: SGD(params, lr=0.1, momentum=0.9, weight_decay=0.3),
+}
+every_maker = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+both_updates = pytest.mark.parametrize("update", ["fused", "wrapped"])
+
+
+def uniform(*shape, seed=0, dtype=torch.float32):
+    """Values in [0.5, 1.5]: an Adam quotient of them is well conditioned."""
+    return (torch.rand(shape, generator=torch.Generator().manual_seed(seed)) + 0.5).to(dtype)
+
+
+@both_updates
+def test_a_replaced_parameter(update):
+    p, q, new = (torch.nn.Parameter(torch.zeros(2)) for _ in range(3))
+    w = wrap(SGD([p, q], lr=1.0), steps=2, update=update)
+    train_wrapped(w, [[[torch.ones(2), torch.ones(2)]] * 2])
+    set_grads([p, q], [None, torch.full((2,), 3.0)])
+    w.step()
+    w.param_groups[0]["params"][0] = new
+    set_grads([new, q], [torch.full((2,), 8.0), torch.ones(2)])
+    w.step()
+    assert (p.tolist(), new.tolist(), q.tolist()) == ([-1.0] * 2, [-4.0] * 2, [-3.0] * 2)
+
+
+@both_updates
+@pytest.mark.parametrize("moment", ["between windows", "inside a window"])
+def test_data_swapped_for_another_storage(moment, update):
+    p, q = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+    w = wrap(SGD([p, q], lr=1.0), steps=2, update=update)
+    old = p.data
+    for k in range(4):
+        if k == (2 if moment == "between windows" else 3):
+            p.data = torch.full((3,), 10.0)
+        set_grads([p, q], [torch.full((3,), k + 1.0), torch.ones(3)])
+        w.step()
+    assert old.tolist() == [-1.5] * 3
+    assert (p.tolist(), q.tolist()) == ([6.5] * 3, [-2.0] * 3)
+
+
+@both_updates
+def test_data_of_another_shape_between_windows(update):
+    p, q = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2))
+    w = wrap(SGD([p, q], lr=1.0), steps=1, update=update)
+    for shape in ((3,), (200,), (0,), (4, 5)):
+        p.data = torch.zeros(shape)
+        set_grads([p, q], [torch.ones(shape), torch.ones(2)])
+        w.step()
+        assert torch.equal(p.detach(), torch.full(shape, -1.0))
+    assert q.tolist() == [-4.0] * 2
+
+
+@both_updates
+def test_a_model_that_changes_its_dtype(update):
+    model = torch.nn.Linear(3, 1, bias=False)
+    model.weight.data.zero_()
+    w = wrap(SGD(model.parameters(), lr=1.0), steps=2, update=update)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float32):
+        model.to(dtype)
+        for _ in range(2):
+            model(torch.ones(1, 3, dtype=dtype)).sum().backward()
+            w.step()
+            w.zero_grad()
+    assert model.weight.dtype == torch.float32
+    assert model.weight.tolist() == [[-4.0] * 3]
+
+
+@both_updates
+def test_unfrozen_in_the_middle(update):
+    p, q = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    w = wrap(AdamW([p, q], lr=0.1, weight_decay=0.5), steps=2, update=update)
+    for k in range(4):
+        q.requires_grad_(k >= 2)
+        (p.sum() + q.sum()).backward()
+        w.step()
+        assert (w.state.get(q) or {}).get("step", torch.tensor(0)).item() == (1 if k == 3 else 0)
+    assert w.state[p]["step"].item() == 2
+    torch.testing.assert_close(q.detach(), torch.full((2,), 1 - 0.05 - 0.1), rtol=1e-5, atol=0)
+
+
+@both_updates
+@pytest.mark.parametrize("through", ["wrapper", "inner"])
+def test_a_group_added_inside_a_window(through, update):
+    p, new = torch.nn.Parameter(torch.zeros(70)), torch.nn.Parameter(torch.zeros(130))
+    w = wrap(SGD([p], lr=1.0), steps=4, update=update)
+    for k in range(4):
+        set_grads([p], [torch.full((70,), float(k))])
+        if k == 2:
+            (w if through == "wrapper" else w.optimizer).add_param_group({"params": [new], "lr": 2.0})
+        if k >= 2:
+            set_grads([new], [torch.full((130,), 4.0)])
+        w.step()
+    assert torch.equal(p.detach(), torch.full((70,), -1.5))
+    assert torch.equal(new.detach(), torch.full((130,), -4.0))
+    assert w.updates == 1
+
+
+def put_back(optimizer):
+    """State of the user's own: other tensors with other values, a step count edited in place."""
+    for p in params_of(optimizer):
+        entry = optimizer.state[p]
+        entry["exp_avg"] = torch.full_like(p, 0.25)
+        entry["exp_avg_sq"].fill_(0.5)
+        entry["step"].fill_(7)
+
+
+def clear_one(optimizer):
+    optimizer.state.pop(params_of(optimizer)[0])
+
+
+CHANGES_OF_STATE = {"cleared": lambda o: o.state.clear(), "replaced": put_back, "one popped": clear_one}
+
+
+@both_updates
+@pytest.mark.parametrize("change", CHANGES_OF_STATE.values(), ids=CHANGES_OF_STATE)
+def test_state_changed_by_the_user(change, update):
+    shapes = [(33,), (70,)]
+    start = [uniform(*s) for s in shapes]
+    windows = make_windows(shapes, 6, 2, torch.float32)
+    optimizers = [MAKERS["adamw"](make_params(start, d)) for d in (torch.float32, torch.float32, torch.float64)]
+
+    def change_once(optimizer, window):
+        if window == 2:
+            change(optimizer)
+
+    train_wrapped(wrap(optimizers[0], 2, update=update), windows, change_once)
+    for optimizer in optimizers[1:]:
+        train_stock(optimizer, windows, change_once)
+    for mine, stock, truth in zip(*map(params_of, optimizers), strict=True):
+        assert_within_budget(mine, stock, truth)
+    steps = [[o.state[p]["step"].item() for p in params_of(o)] for o in optimizers]
+    assert steps[0] == steps[1]
+
+
+@pytest.mark.parametrize("start_again", ["load_state_dict", "copy_", "data"])
+def test_118_values_from_outside_are_taken_into_the_master(start_again):
+    model = torch.nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
+    w = wrap(SGD(model.parameters(), lr=2.0**-12), steps=1, master_weights=True)
+    set_grads([model.weight], [torch.ones(4, 4)])
+    w.step()
+    other = copy.deepcopy(model)
+    torch.nn.init.constant_(other.weight, 0.75)
+    if start_again == "load_state_dict":
+        model.load_state_dict(other.state_dict())
+    elif start_again == "copy_":
+        with torch.no_grad():
+            model.weight.copy_(other.weight)
+    else:
+        model.weight.data = other.weight.data.clone()
+    for _ in range(16):
+        set_grads([model.weight], [torch.ones(4, 4)])
+        w.step()
+    assert torch.equal(model.weight.detach(), torch.full((4, 4), 0.75 - 2.0**-8).bfloat16())
+
+
+def test_20001_tensors():
+    params = [torch.nn.Parameter(torch.zeros(1)) for _ in range(20_001)]
+    w = wrap(SGD(params, lr=1.0), steps=2)
+    for g in (1.0, 3.0):
+        set_grads(params, [torch.full((1,), g)] * len(params))
+        w.step()
+    assert torch.stack([p.detach() for p in params]).eq(-2).all()
+
+
+def test_uneven_touch_in_one_window():
+    """Each parameter's mean counts every call of the window, with or without a gradient of its own."""
+    shapes = [(3,), (65,), (0,), (4096,)]
+    params = [torch.nn.Parameter(torch.zeros(s)) for s in shapes]
+    w = wrap(SGD(params, lr=1.0), steps=4)
+    window = [[torch.full(s, float(k + 1)) if (k + n) % 3 else None for n, s in enumerate(shapes)] for k in range(4)]
+    train_wrapped(w, [window])
+    for p, mean in zip(params, mean64(window), strict=True):
+        assert torch.equal(p.detach(), -mean.float())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", [{}, {"state_dtype": torch.float32}, {"update": "wrapped"}], ids=str)
+def test_an_optimizer_that_was_used_before_it_is_wrapped(options, dtype):
+    """Moments and step counts go on where they were, in the dtype that was asked for."""
+    shapes = [(33,), (70,)]
+    windows = make_windows(shapes, 6, 2, dtype)
+    ours, stock, truth = (
+        MAKERS["adamw"](make_params([uniform(*s) for s in shapes], d)) for d in (dtype, dtype, torch.float64)
+    )
+    for optimizer in (ours, stock, truth):
+        train_stock(optimizer, windows[:3])
+    train_wrapped(wrap(ours, 2, **options), windows[3:])
+    for optimizer in (stock, truth):
+        train_stock(optimizer, windows[3:])
+    for mine, theirs, exact in zip(*map(params_of, (ours, stock, truth)), strict=True):
+        assert_within_budget(mine, theirs, exact)
+        assert ours.state[mine]["step"].item() == 6
+        assert ours.state[mine]["exp_avg"].dtype == options.get("state_dtype", dtype)
