@@ -1,7 +1,7 @@
 """Argument checks of the backends written in Python: each rule of `fusedaccum.ops`, said once.
 
-Every check raises RuntimeError naming the operator, the argument with its index, the rule, the value seen and a way out.
-All of them run before an operator writes its first element.
+Every check raises RuntimeError naming the operator, the argument with its index, the rule, the value seen and a way
+out. All of them run before an operator writes its first element.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fusedaccum.ops import TOUCHED
+from fusedaccum.ops import ALIGN, TOUCHED
 
 LOW_AND_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
 SINGLE = (torch.float32,)
@@ -42,10 +42,13 @@ def plan(op: str, flat: Tensor, marks: Tensor, segments: Tensor, tiles: Tensor) 
     one(op, "segments", segments, torch.int64, (segments.shape[0], 2), torch.device("cpu"))
     one(op, "tiles", tiles, torch.int64, (tiles.shape[0], 4), flat.device)
     one(op, "marks", marks, torch.uint8, (segments.shape[0],), flat.device)
+    end = 0
     for k, (offset, numel) in enumerate(segments.tolist()):
-        if offset < 0 or numel < 0 or offset + numel > flat.numel():
-            rule = f"lie inside the {flat.numel()} elements of flat"
+        if numel < 0 or offset < end or offset % ALIGN or offset + numel > flat.numel():
+            rule = f"start at a multiple of {ALIGN}, after the segments before it ({end}), and end inside the "
+            rule += f"{flat.numel()} elements of flat"
             _fail(op, f"segments[{k}]", rule, f"offset {offset}, numel {numel}", _PLAN_WAY_OUT)
+        end = offset + numel
 
 
 def listed(
@@ -75,8 +78,10 @@ def listed(
             if absent != "None":
                 _fail(op, what, "be a tensor", None, "pass a tensor of 0 elements where an entry does not apply")
             continue
+        if tensor.layout != torch.strided:
+            _fail(op, what, "be dense", tensor.layout, "pass .to_dense()")
         if tensor.dtype not in dtypes:
-            _fail(op, what, f"have one of the dtypes {dtypes}", tensor.dtype, _DTYPE_WAY_OUT)
+            _fail(op, what, f"be {' or '.join(map(str, dtypes))}", tensor.dtype, _DTYPE_WAY_OUT)
         if tensor.device != flat.device:
             _fail(op, what, f"be on {flat.device}", tensor.device, f"move it with .to('{flat.device}')")
         left_out = absent == "empty" and tensor.numel() == 0 and not touched[k]
