@@ -49,16 +49,19 @@ inline std::string dtype_name(ScalarType dtype) {
 
 // Type and index. The getters write through pointers and cannot fail on a tensor that an operator was called with.
 struct Place {
-  int32_t type, index;
+  int32_t type, index = -1;
 
+  explicit Place(int32_t device_type) : type(device_type) {}
   explicit Place(const Tensor& t) {
     aoti_torch_get_device_type(t.get(), &type);
     aoti_torch_get_device_index(t.get(), &index);
   }
   bool operator!=(const Place& other) const { return type != other.type || index != other.index; }
   std::string name() const {
+    const std::string number = index < 0 ? "" : text(":", index);
     if (type == aoti_torch_device_type_cpu()) return "cpu";
-    return text(type == aoti_torch_device_type_cuda() ? "cuda" : text("device type ", type), ":", index);
+    if (type == aoti_torch_device_type_cuda()) return "cuda" + number;
+    return text("a device of type ", type, number);
   }
 };
 
@@ -71,20 +74,18 @@ inline std::string shape_name(const std::vector<int64_t>& shape) {
 // The checks of one call of one operator. Texts are only put together for an error.
 class Check {
  public:
-  Check(const char* op, const Tensor& flat) : op_(op), place_(flat) {}
+  // leader: the tensor whose device all others share; its device type is the one that the operator was written for.
+  Check(const char* op, const char* name, const Tensor& leader, int32_t device_type) : op_(op), place_(leader) {
+    if (place_.type != device_type)
+      fail(name, "be on " + Place(device_type).name(), place_.name(), "move it, or use another backend");
+  }
 
-  // One tensor with a fixed dtype and shape, on the device of `flat`; -1 stands for any size.
+  // One tensor with a fixed dtype and shape; -1 stands for any size.
   void one(const char* name, const Tensor& t, ScalarType dtype, const std::vector<int64_t>& shape) const {
-    if (t.scalar_type() != dtype)
-      fail(name, "be " + dtype_name(dtype), dtype_name(t.scalar_type()),
-           text("pass ", name, ".to(", dtype_name(dtype), ")"));
-    std::vector<int64_t> sizes;
-    for (int64_t d = 0; d < t.dim(); ++d) sizes.push_back(t.size(d));
-    bool fits = sizes.size() == shape.size();
-    for (size_t d = 0; fits && d < shape.size(); ++d) fits = shape[d] < 0 || sizes[d] == shape[d];
-    if (!fits) fail(name, "have shape " + shape_name(shape), shape_name(sizes), kPlanWayOut);
-    if (Place(t) != place_) fail(name, "be on " + place_.name(), Place(t).name(), move_it());
-    if (!t.is_contiguous()) fail(name, "be contiguous", "a tensor that is not", "pass .contiguous()");
+    one(name, t, dtype, shape, place_);
+  }
+  void one_on_cpu(const char* name, const Tensor& t, ScalarType dtype, const std::vector<int64_t>& shape) const {
+    one(name, t, dtype, shape, Place(aoti_torch_device_type_cpu()));
   }
 
   // Entry k of a list: as many elements as its segment, float32, bfloat16 or float16, contiguous, on the device.
@@ -96,7 +97,7 @@ class Check {
     if (dtype != float32_ && (only_float32 || (dtype != bfloat16_ && dtype != float16_)))
       fail(at(name, k), only_float32 ? "be torch.float32" : "be torch.float32, torch.bfloat16 or torch.float16",
            dtype_name(t.scalar_type()), "convert it first, or leave its parameter out of the flat buffer");
-    if (Place(t) != place_) fail(at(name, k), "be on " + place_.name(), Place(t).name(), move_it());
+    if (Place(t) != place_) fail(at(name, k), "be on " + place_.name(), Place(t).name(), move_to(place_));
     if (t.numel() != numel)
       fail(at(name, k), text("have ", numel, " elements, as its segment has"), text(t.numel()), kPlanWayOut);
     if (!t.is_contiguous())
@@ -120,7 +121,20 @@ class Check {
   const char* op() const { return op_; }
 
  private:
-  std::string move_it() const { return text("move it with .to('", place_.name(), "')"); }
+  void one(const char* name, const Tensor& t, ScalarType dtype, const std::vector<int64_t>& shape, Place place) const {
+    if (t.scalar_type() != dtype)
+      fail(name, "be " + dtype_name(dtype), dtype_name(t.scalar_type()),
+           text("pass ", name, ".to(", dtype_name(dtype), ")"));
+    std::vector<int64_t> sizes;
+    for (int64_t d = 0; d < t.dim(); ++d) sizes.push_back(t.size(d));
+    bool fits = sizes.size() == shape.size();
+    for (size_t d = 0; fits && d < shape.size(); ++d) fits = shape[d] < 0 || sizes[d] == shape[d];
+    if (!fits) fail(name, "have shape " + shape_name(shape), shape_name(sizes), kPlanWayOut);
+    if (Place(t) != place) fail(name, "be on " + place.name(), Place(t).name(), move_to(place));
+    if (!t.is_contiguous()) fail(name, "be contiguous", "a tensor that is not", "pass .contiguous()");
+  }
+
+  static std::string move_to(Place place) { return text("move it with .to('", place.name(), "')"); }
 
   const char* op_;
   Place place_;
@@ -138,8 +152,7 @@ struct Plan {
 
   Plan(const Check& check, const Tensor& flat, const Tensor& marks, const Tensor& segment_table, const Tensor& tiles) {
     check.one("flat", flat, ScalarType::Float, {-1});
-    if (!segment_table.is_cpu()) check.fail("segments", "be on cpu", Place(segment_table).name(), "pass .cpu()");
-    Check(check.op(), segment_table).one("segments", segment_table, ScalarType::Long, {-1, 2});
+    check.one_on_cpu("segments", segment_table, ScalarType::Long, {-1, 2});
     segments = static_cast<const Segment*>(segment_table.data_ptr());
     count = segment_table.size(0);
     check.one("marks", marks, ScalarType::Byte, {count});

@@ -33,7 +33,7 @@ struct Call {
   Work work;
 
   Call(const char* op, const Tensor& flat_, const Tensor& marks_, const Tensor& segments, const Tensor& tiles_)
-      : check(op, flat_), plan(check, flat_, marks_, segments, tiles_) {
+      : check(op, "flat", flat_, aoti_torch_device_type_cpu()), plan(check, flat_, marks_, segments, tiles_) {
     flat = data<float>(flat_);
     marks = data<uint8_t>(marks_);
     tiles = data<const Tile>(tiles_);
@@ -119,7 +119,7 @@ void square_total(Tensor flat, Tensor partials, Tensor marks, Tensor segments, T
 }
 
 void close_window(Tensor scalars, Tensor steps, Tensor marks, Tensor total, Tensor divisor, double max_norm) {
-  const Check check("close_window", scalars);
+  const Check check("close_window", "scalars", scalars, aoti_torch_device_type_cpu());
   check.one("scalars", scalars, ScalarType::Float, {3});
   check.one("marks", marks, ScalarType::Byte, {-1});
   check.one("steps", steps, ScalarType::Float, {marks.numel()});
@@ -253,7 +253,9 @@ STABLE_TORCH_LIBRARY(fusedaccum, m) {
   for (const char* schema : fusedaccum::kSchemas) m.def(schema);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(fusedaccum, CPU, m) {
+// For every backend that has no kernels of its own, not for the CPU alone: a tensor that lies elsewhere, or a sparse
+// one, is then refused by name.
+STABLE_TORCH_LIBRARY_IMPL(fusedaccum, CompositeExplicitAutograd, m) {
   m.impl("fold", TORCH_BOX(&fusedaccum::fold));
   m.impl("square_total", TORCH_BOX(&fusedaccum::square_total));
   m.impl("close_window", TORCH_BOX(&fusedaccum::close_window));

@@ -6,7 +6,7 @@ autograd: a saved tensor that was changed is then found out in backward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -122,20 +122,20 @@ def sgd(
     increment_version([flat, *written] if zero else written)
 
 
-def _fake(name: str):
-    """What an operator does without data: nothing but refuse a mixture of devices.
+def _fake(name: str, arguments: list[str]) -> Callable[..., None]:
+    """What an operator does without data: nothing.
 
-    Real tensors beside one on the meta device land here too, and would be left unwritten in silence.
+    Tensors with data beside one on the meta device land here too, and would be left unwritten in silence.
     """
 
-    def fake(first: Tensor, *rest: Any) -> None:
-        listed = [entry for argument in rest if isinstance(argument, (list, tuple)) for entry in argument]
-        for tensor in (*rest, *listed):
-            if isinstance(tensor, Tensor) and tensor.device.type not in (first.device.type, "cpu"):
-                raise RuntimeError(
-                    f"{name}: all tensors must be on {first.device}, got one on {tensor.device}; "
-                    f"move it with .to('{first.device}')"
-                )
+    def fake(leader: Tensor, *rest: Any) -> None:
+        for argument, value in zip(arguments[1:], rest, strict=True):
+            for k, tensor in enumerate(value if isinstance(value, (list, tuple)) else [value]):
+                if isinstance(tensor, Tensor) and tensor.is_meta and not leader.is_meta:
+                    what = argument if tensor is value else f"{argument}[{k}]"
+                    raise RuntimeError(
+                        f"{name}: {what} must be on {leader.device}, got meta; pass a tensor that holds data"
+                    )
 
     return fake
 
@@ -143,5 +143,7 @@ def _fake(name: str):
 # No operator has a derivative. Falling through the autograd keys spares a look at every listed tensor.
 _autograd = torch.library.Library("fusedaccum", "IMPL")
 for _name in _OPERATORS:
-    torch.library.register_fake(f"fusedaccum::{_name}", _fake(_name))
+    _operator = getattr(_ops, _name).default
+    _arguments = [argument.name for argument in _operator._schema.arguments]
+    torch.library.register_fake(_operator, _fake(_name, _arguments))
     _autograd.impl(_name, torch.library.fallthrough_kernel, "Autograd")
