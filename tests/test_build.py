@@ -89,8 +89,10 @@ def digest() -> str:
     return sha.hexdigest()
 
 
-def run(command: list[str], **variables: str) -> subprocess.CompletedProcess:
-    return subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=120)
+def run(command: list[str], cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command, cwd=cwd, env={**os.environ, **variables}, capture_output=True, text=True, timeout=120
+    )
 
 
 def test_build_info() -> None:
@@ -203,7 +205,7 @@ def test_install_without_compiler(sources: Path, tmp_path: Path) -> None:
     # -S keeps an editable install of this package out of the way.
     path = os.pathsep.join([str(target), *(entry for entry in sys.path if entry.endswith("site-packages"))])
     script = WITHOUT_EXTENSION.format(target=str(target))
-    done = run([sys.executable, "-S", "-c", script], PYTHONPATH=path, TRITON_INTERPRET="0")
+    done = run([sys.executable, "-S", "-c", script], cwd=tmp_path, PYTHONPATH=path, TRITON_INTERPRET="0")
     assert done.returncode == 0, done.stderr
     reason, chosen = done.stdout.splitlines()
     assert "the C++ operators were not built" in reason
@@ -217,15 +219,7 @@ def test_install_without_compiler(sources: Path, tmp_path: Path) -> None:
 def test_cuda_switch_fails_loudly(sources: Path, tmp_path: Path, switch: str, reason: str) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
-    command = [sys.executable, str(sources / "setup.py"), "--version"]
-    done = subprocess.run(
-        command,
-        cwd=sources,
-        env={**os.environ, "FUSEDACCUM_CUDA": switch, "PATH": str(empty)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run([sys.executable, "setup.py", "--version"], cwd=sources, FUSEDACCUM_CUDA=switch, PATH=str(empty))
     assert done.returncode != 0
     assert reason in done.stderr
 
