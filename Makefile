@@ -1,4 +1,5 @@
-# make demo | test | bench | lint | clean. Needs Python 3.10+, a C++ compiler and make; everything else goes into $(VENV).
+# make demo | test | bench | lint | strict | format | clean. Needs Python 3.10 or later, a C++ compiler and make; the
+# rest goes into $(VENV). TORCH takes whatever pip install takes.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -16,7 +17,7 @@ TORCH_STAMP := $(VENV)/.torch-$(shell printf '%s' '$(TORCH)' | cksum | cut -d ' 
 BUILD_STAMP := $(VENV)/.built
 TOOLS_STAMP := $(VENV)/.tools
 
-.PHONY: demo test bench lint format clean distclean
+.PHONY: demo test bench lint strict format clean distclean
 
 demo: $(BUILD_STAMP)
 	$(PY) -m fusedaccum demo --out $(OUT)
@@ -37,6 +38,10 @@ lint: $(TOOLS_STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/clang-format --dry-run -Werror $(CXX_FILES)
+
+# Every file of kernels by itself, all warnings on, and nothing but csrc to include from: kernels know no torch header.
+strict:
+	for file in csrc/cpu/*.cpp; do $(CXX) -Wall -Wextra -Werror -fsyntax-only -Icsrc $$file || exit 1; done
 
 format: $(TOOLS_STAMP)
 	$(VENV)/bin/ruff check --fix .

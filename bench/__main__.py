@@ -21,7 +21,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench", description="Fold, step and window against their rivals.")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="sections to run")
     parser.add_argument("--shapes", nargs="+", choices=SHAPE_LISTS, default=list(SHAPE_LISTS))
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="how a model is held")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, help="how a model is held")
     parser.add_argument("--rounds", type=int, default=9, help="rounds of a race; five times as many for small lists")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--memory-gb", type=float, default=12.0, help="what contenders may hold together")
@@ -42,7 +42,15 @@ def main(argv: list[str]) -> int:
         print("Nothing was timed. Stop the other work, or pass --allow-noise.", file=sys.stderr)
         return 3
     rounds = 2 if given.quick else given.rounds
-    options = Options(given.shapes, given.kinds, rounds, given.memory_gb, not given.no_compile, given.quick)
+    options = Options(
+        given.shapes,
+        given.kinds or list(KINDS),
+        given.kinds is None,
+        rounds,
+        given.memory_gb,
+        not given.no_compile,
+        given.quick,
+    )
     machine, result = harness.machine(given.threads), Result()
     with harness.OtherLoad() as load:
         for section in given.only:
@@ -51,6 +59,7 @@ def main(argv: list[str]) -> int:
     if not given.quick and load.share is not None and load.share > harness.QUIET_LOAD:
         noise.append(f"others used {load.share:.0%} of the machine while this ran")
     report.write_json(given.json, machine, noise, result.absent, result.rows)
+    print(report.summary(result.rows), end="\n\n")
     print(report.EXPLANATION)
     for key, value in machine.items():
         print(f"{key}: {value}")

@@ -149,6 +149,10 @@ class Case:
         sets = len(self.gradients)
         return [(k // 3 if window % 2 else k) % sets for k in range(MICRO_BATCHES)]
 
+    def make(self) -> None:
+        """Make the tensors now and not when they are first looked at."""
+        _ = self.start, self.gradients
+
     def forget(self) -> None:
         """Let go of the tensors: the next case may be as large."""
         self.__dict__.pop("start", None)

@@ -20,6 +20,8 @@ from typing import Protocol
 
 import torch
 
+from fusedaccum import backends
+
 # What is made ready without being timed (the backward's work, a reset) and what is timed after it.
 Part = tuple[Callable[[], object], Callable[[], object]]
 
@@ -130,13 +132,16 @@ def noise(numel: int = 1 << 22, seconds: float = 2.0) -> list[str]:
 
 def machine(threads: int) -> dict[str, object]:
     """What a reader needs to judge or repeat a measurement."""
+    backend = backends.select(torch.device("cpu"))
     root = Path(__file__).parent.parent
     git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=root, capture_output=True, text=True)
     return {
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
         "threads": threads,
-        "capability": torch.backends.cpu.get_cpu_capability(),
+        "torch_capability": torch.backends.cpu.get_cpu_capability(),
+        "backend": backend.__name__.rsplit(".", 1)[-1],
+        "isa": backend.build_info()["isa"] if hasattr(backend, "build_info") else None,
         "os": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,

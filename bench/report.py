@@ -5,6 +5,7 @@ python -m bench.report FILE prints the table of a JSON file that pytest-benchmar
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import sys
@@ -107,6 +108,20 @@ def table(made: list[Row]) -> str:
         ]
         if more:
             cells += [f"{row.extra_bytes_per_parameter:.2f}", f"{row.error:.1e}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def summary(made: list[Row]) -> str:
+    """One line per race: ours, and the best of its rivals."""
+    head = "| what | shapes | ours ms | GB/s | of add_ | best rival | its time over ours |"
+    lines = [head, "|---|---|---:|---:|---:|---|---:|"]
+    races = itertools.groupby(made, lambda row: (row.section, row.shapes, row.kind))
+    for (section, shapes, kind), group in races:
+        ours, *rivals = group
+        best = min(rivals, key=lambda row: row.ratio_of_minima)
+        cells = [f"{section}; {kind}", shapes, f"{ours.minimum * 1e3:.2f}", f"{ours.gb_per_s:.1f}"]
+        cells += [f"{ours.share_of_add:.0%}", best.contender, f"{best.ratio_of_minima:.2f}"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +21,7 @@ class Options:
 
     shapes: list[str]
     kinds: list[str]
+    all_kinds_by_default: bool
     rounds: int
     memory_gb: float
     compiled: bool
@@ -36,15 +38,16 @@ class Result:
         self.rows += made
 
 
-def cases(options: Options, kinds: list[str]) -> list[tuple[str, Case]]:
-    """The cases asked for, with the name of their kind. A case makes its tensors when they are first looked at."""
-    made = []
+def cases(options: Options, kinds: list[str]) -> Iterator[tuple[str, str, Case]]:
+    """The cases asked for, with the names of their shape list and kind. Its tensors go when the next one comes."""
     for shapes in options.shapes:
         listed = SHAPE_LISTS[shapes]
         for kind in kinds:
             title = listed.title + (" (quick stand-in)" if options.quick else "")
-            made.append((kind, Case(listed.quick() if options.quick else listed.shapes(), KINDS[kind], title)))
-    return made
+            sizes = listed.quick() if options.quick else listed.shapes()
+            case = Case(sizes, KINDS[kind], title)
+            yield shapes, kind, case
+            case.forget()
 
 
 def race(case: Case, contenders: list, options: Options) -> dict[str, list[float]]:
@@ -57,7 +60,7 @@ def fold(options: Options, result: Result) -> None:
     by_dtype: dict[torch.dtype, str] = {}
     for kind in options.kinds:
         by_dtype.setdefault(KINDS[kind].dtype, kind)
-    for _, case in cases(options, list(by_dtype.values())):
+    for _, _, case in cases(options, list(by_dtype.values())):
         for stage in kernels.STAGES:
             samples = race(case, kernels.folds(case, stage), options)
             work = report.Work(
@@ -66,15 +69,13 @@ def fold(options: Options, result: Result) -> None:
                 kernels.least_fold_bytes(stage, case.kind.gradient_bytes),
             )
             result.add(report.rows(work, case, kernels.OURS, samples))
-        case.forget()
 
 
 def step(options: Options, result: Result) -> None:
-    for _, case in cases(options, options.kinds):
+    for _, _, case in cases(options, options.kinds):
         samples = race(case, kernels.steps(case), options)
         work = report.Work("step, AdamW with a clip coefficient", case.kind.title, case.kind.least_step_bytes)
         result.add(report.rows(work, case, kernels.OURS, samples))
-        case.forget()
 
 
 def heats(case: Case, rivals: list[type[window.Rival]], memory_gb: float) -> list[list[type[window.Rival]]]:
@@ -90,6 +91,7 @@ def build_and_check(case: Case, classes: list[type[window.Window]]) -> tuple[lis
 
     Returns them, their errors, and the bytes per parameter that each held at its peak beyond what all must hold.
     """
+    case.make()  # or the first contender would be charged with the case's own tensors
     built: list[window.Window] = []
     extra: dict[str, float] = {}
 
@@ -133,10 +135,15 @@ def one_window(kind: str, case: Case, options: Options, result: Result) -> None:
     print(flush=True)
 
 
+# Where windows are run for every kind without being asked: a full run is to end before the machine stops being quiet.
+ALL_KINDS_FOR = ("gpt2", "400x10486")
+
+
 def windows(options: Options, result: Result) -> None:
-    for kind, case in cases(options, options.kinds):
+    for shapes, kind, case in cases(options, options.kinds):
+        if options.all_kinds_by_default and kind != "masters" and shapes not in ALL_KINDS_FOR:
+            continue
         one_window(kind, case, options, result)
-        case.forget()
 
 
 SECTIONS = {"fold": fold, "step": step, "window": windows}
