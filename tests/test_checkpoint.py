@@ -49,14 +49,17 @@ def feed(w, micros):
         w.zero_grad()
 
 
-def move(w, new, path):
-    """Parameters and optimizer through a file, into new objects."""
+def move(w, new, path, optimizer_first=False):
+    """Parameters and optimizer through a file, into new objects, in either order."""
     torch.save({"model": [p.detach() for p in params_of(w)], "optimizer": w.state_dict()}, path)
     loaded = torch.load(path, weights_only=True)
+    if optimizer_first:
+        new.load_state_dict(loaded["optimizer"])
     with torch.no_grad():
         for p, value in zip(params_of(new), loaded["model"], strict=True):
             p.copy_(value)
-    new.load_state_dict(loaded["optimizer"])
+    if not optimizer_first:
+        new.load_state_dict(loaded["optimizer"])
     return new
 
 
@@ -76,12 +79,13 @@ CONFIGURATIONS = {
 
 @pytest.mark.parametrize("done", [6, 8], ids=["open window", "between windows"])
 @pytest.mark.parametrize("make", [AdamW, Adam, SGD])
+@pytest.mark.parametrize("optimizer_first", [False, True], ids=["model first", "optimizer first"])
 @pytest.mark.parametrize(("dtype", "options"), CONFIGURATIONS.values(), ids=CONFIGURATIONS)
-def test_89_save_and_load_inside_a_window(dtype, options, make, done, tmp_path):
+def test_89_save_and_load_inside_a_window(dtype, options, optimizer_first, make, done, tmp_path):
     micros = micros_of(16, dtype)
     straight = build(make, dtype, **options)
     feed(straight, micros[:done])
-    resumed = move(straight, build(make, dtype, seed=1, **options), tmp_path / "saved.pt")
+    resumed = move(straight, build(make, dtype, seed=1, **options), tmp_path / "saved.pt", optimizer_first)
     assert (resumed.pending, resumed.updates) == (straight.pending, straight.updates) == (done % 4, done // 4)
     for k, (p, q) in enumerate(zip(params_of(straight), params_of(resumed), strict=True)):
         assert bits(straight.master_grad(p)) == bits(resumed.master_grad(q)), k

@@ -118,6 +118,28 @@ def test_a_pre_hook_may_edit_the_gradient(update, end, max_norm):
     assert toy.value == pytest.approx([-3.0 * factor, -4.0 * factor], rel=2e-6)
 
 
+@pytest.mark.parametrize("looked", [False, True])
+@both_updates
+def test_a_pre_hook_that_raises_leaves_the_window_as_it_was(update, looked):
+    toy = Toy(2, update=update)
+
+    def refuse(optimizer, args, kwargs):
+        if looked:
+            assert optimizer.master_grad(toy.p).item() == 3.0
+        raise LookupError("not now")
+
+    handle = toy.w.register_step_pre_hook(refuse)
+    toy.micro(2)
+    toy.backward(4)
+    with pytest.raises(LookupError, match="not now"):
+        toy.w.step()
+    assert (toy.value, toy.w.updates, toy.w.pending) == (0.0, 0, 2)
+    assert toy.w.master_grad(toy.p).item() == 3.0
+    handle.remove()
+    assert toy.w.flush()
+    assert (toy.value, toy.w.pending) == (-3.0, 0)
+
+
 # Norm and counts
 
 

@@ -19,6 +19,7 @@ from wrapper_helpers import (
     tidy,  # noqa: F401
     train_stock,
     train_wrapped,
+    update_in_use,
     wrap,
 )
 
@@ -69,12 +70,25 @@ def test_data_swapped_for_another_storage(moment, update):
 def test_data_of_another_shape_between_windows(update):
     p, q = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2))
     w = wrap(SGD([p, q], lr=1.0), steps=1, update=update)
-    for shape in ((3,), (200,), (0,), (4, 5)):
+    for shape in ((3,), (200,), (0,), (4, 5), (5, 4), (20,)):
         p.data = torch.zeros(shape)
         set_grads([p, q], [torch.ones(shape), torch.ones(2)])
         w.step()
         assert torch.equal(p.detach(), torch.full(shape, -1.0))
-    assert q.tolist() == [-4.0] * 2
+    assert q.tolist() == [-6.0] * 2
+
+
+@pytest.mark.parametrize("moment", ["before the first fold", "between windows"])
+def test_storage_that_comes_to_be_shared(moment):
+    """One launch over both would race: the update is chosen by what the parameters are now."""
+    p, q = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+    w = wrap(SGD([p, q], lr=1.0), steps=1)
+    if moment == "between windows":
+        train_wrapped(w, [[[torch.zeros(3), torch.zeros(3)]]])
+    q.data = p.data
+    train_wrapped(w, [[[torch.ones(3), torch.full((3,), 2.0)]]])
+    assert update_in_use(w) == "wrapped"
+    assert p.tolist() == [-3.0] * 3
 
 
 @both_updates

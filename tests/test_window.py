@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from dataclasses import dataclass
 
@@ -76,7 +77,9 @@ class Model:
         self.items += micro.items
         scale = micro.items if micro.word == "mean_of" else 1
         if micro.word and micro.items == 0:
-            return
+            if not micro.as_tensor:
+                return
+            scale = 0  # nobody waits to see that it is 0: the segment is touched, with nothing
         for k, g in enumerate(micro.grads):
             if g is not None:
                 self.sums[k] = (self.sums[k] or 0) + scale * g
@@ -113,7 +116,7 @@ def play(w, params, micro):
 def agree(w, params, model, steps):
     assert (w.pending, w.updates, w.updated) == (model.calls, model.updates, model.updated)
     assert w.will_update == (w.pending == steps - 1)
-    assert (w.skipped_windows, w.skipped_micro_batches) == (0, 0) or not w.updated
+    assert w.skipped_micro_batches == 0
     for p, value, slack in zip(params, model.values, model.slack, strict=True):
         assert p.grad is None
         assert (p.detach().double() - value).abs().max() <= slack, (p, value)
@@ -155,13 +158,13 @@ def run_windows(sequence, **options):
         agree(w, params, model, after.steps if after else w.steps)
 
 
-@quick(120)
+@quick(80)
 @given(st.lists(windows(), min_size=1, max_size=5))
 def test_windows_of_the_fused_update(sequence):
     run_windows(sequence, update="fused")
 
 
-@quick(60)
+@quick(40)
 @given(st.lists(windows(), min_size=1, max_size=4))
 def test_windows_of_the_wrapped_update(sequence):
     run_windows(sequence, update="wrapped")
@@ -282,3 +285,26 @@ def test_totals_beyond_the_integers_of_float32():
             set_grads([p], [torch.tensor([float(total)])])
             w.step(sum_of=of(items))
         assert p.item() == -1.0
+
+
+def live_tensors():
+    gc.collect()
+    return sum(type(o) is torch.Tensor for o in gc.get_objects())
+
+
+@pytest.mark.parametrize("weight", [None, 2, torch.tensor(2)], ids=["plain", "number", "tensor"])
+@pytest.mark.parametrize("update", ["fused", "wrapped"])
+def test_nothing_piles_up_while_nobody_reads(update, weight):
+    params = [torch.nn.Parameter(torch.zeros(n)) for n in SIZES]
+    w = wrap(AdamW(params, lr=0.1), 2, max_norm=1.0, update=update)
+
+    def windows_pass(count):
+        for _ in range(2 * count):
+            set_grads(params, [torch.ones(n) for n in SIZES])
+            w.step(mean_of=weight)
+
+    windows_pass(5)
+    before = live_tensors()
+    windows_pass(50)
+    assert live_tensors() <= before + 10
+    assert w.updates == 55

@@ -130,6 +130,29 @@ def test_an_optimizer_of_the_users_own():
     assert p.tolist() == [-1.0, 1.0]
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_optimizer_may_keep_the_gradient_it_was_given(dtype):
+    """As after `zero_grad()`, which drops `p.grad` and not what others hold of it."""
+
+    class Difference(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for p in params_of(self):
+                p.sub_(p.grad - self.state[p].get("previous", 0))
+                self.state[p]["previous"] = p.grad
+
+    p = torch.nn.Parameter(torch.zeros(3, dtype=dtype))
+    w = wrap(Difference([p]), 2)
+    for g in (1.0, 3.0, 4.0, 4.0, 9.0, 9.0):
+        set_grads([p], [torch.full((3,), g)])
+        w.step()
+    assert p.tolist() == [-(2.0 + 2.0 + 5.0)] * 3
+    assert w.state[p]["previous"].tolist() == [9.0] * 3
+
+
 def test_a_wrapped_optimizer_that_raises_leaves_the_error_to_the_caller():
     class Broken(torch.optim.SGD):
         def step(self, closure=None):
