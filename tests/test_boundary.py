@@ -111,10 +111,13 @@ def test_emit_rounds_once(backend, dtype):
     sizes = list(SIZES)
     buffer = Buffer(sizes)
     values = [random_bits(n) for n in sizes]
+    # Half-way between two bfloat16 and two float16, towards an even and an odd neighbour; just over; overflows.
+    ties = [1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-11, 1 + 3 * 2.0**-11, 1 + 2.0**-8 + 2.0**-23, 65520.0, 3.4e38]
+    # NaNs that a carry would turn into zero, and whose payload lies in the bits that are dropped.
+    nans = torch.tensor([0x7FFFFFFF, -1, 0x7F800001], dtype=torch.int32).view(torch.float32)
+    special = torch.cat([torch.tensor(ties), nans])
     for block in values:
-        # Half-way between two bfloat16 and two float16, towards an even and an odd neighbour; just over; the overflows.
-        ties = [1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-11, 1 + 3 * 2.0**-11, 1 + 2.0**-8 + 2.0**-23, 65520.0, 3.4e38]
-        block[: len(ties)] = torch.tensor(ties)[: block.numel()]
+        block[: len(special)] = special[: block.numel()]
     buffer.fill(values)
     grads = [guarded(n, dtype, k % 17) for k, n in enumerate(sizes)]
     backend.emit(*buffer.plan(), torch.tensor([1.0, 0.0, 0.0]), grads)

@@ -139,7 +139,7 @@ def sum_stale_tiles(flat, partials, marks, tiles, BLOCK: tl.constexpr):
         tl.store(partials + tile, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tile_count", "segment_count"])
 def sum_partials(partials, marks, tiles, total, tile_count, segment_count, BLOCK: tl.constexpr):
     """One program: lane i adds the tiles i, i + BLOCK, ..., and the lanes are added last, always in this order."""
     lanes = tl.arange(0, BLOCK).to(tl.int64)
@@ -159,7 +159,7 @@ def sum_partials(partials, marks, tiles, total, tile_count, segment_count, BLOCK
         tl.store(marks + segment, fresh, mask=segment < segment_count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["segment_count"])
 def close(
     scalars,
     steps,
@@ -233,7 +233,7 @@ def _power(base, exponent):
 def _adam_rule(g, p, m, v, v_max, row, step, HAS_MAX):
     """One update: `row` points at the group's hyper-parameters in the order of ops.ADAM_COLUMNS."""
     lr, beta1, beta2, eps = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
-    weight_decay, decoupled, amsgrad = tl.load(row + 4), tl.load(row + 5), tl.load(row + 6)
+    weight_decay, decoupled = tl.load(row + 4), tl.load(row + 5)
     step_size = (lr / (1.0 - _power(beta1, step))).to(tl.float32)
     root_correction = tl.sqrt(1.0 - _power(beta2, step)).to(tl.float32)
     # A weight decay of 0 is left out: 0 * p is not 0 where p is infinite.
@@ -245,7 +245,7 @@ def _adam_rule(g, p, m, v, v_max, row, step, HAS_MAX):
     m = tl.fma((1.0 - beta1).to(tl.float32), g - m, m)
     v = tl.fma((1.0 - beta2).to(tl.float32) * g, g, beta2.to(tl.float32) * v)
     v_hat = v
-    if (amsgrad != 0) & HAS_MAX:
+    if HAS_MAX:
         v_max = tl.maximum(v_max, v, propagate_nan=tl.PropagateNan.ALL)
         v_hat = v_max
     denominator = tl.div_rn(tl.sqrt_rn(v_hat), root_correction) + eps.to(tl.float32)
@@ -255,7 +255,7 @@ def _adam_rule(g, p, m, v, v_max, row, step, HAS_MAX):
 
 @triton.jit
 def _zero(flat, start, count, BLOCK: tl.constexpr):
-    # The loads of the update above may have another layout: every thread's must be over before the first zero is stored.
+    # The loads of the update above may have another layout: all of them must be over before the first zero is stored.
     tl.debug_barrier()
     for done in range(0, count, BLOCK):
         _store(flat.to(tl.int64), FLOAT32, start + done, count - done, tl.zeros((BLOCK,), tl.float32), BLOCK)

@@ -25,9 +25,11 @@ _INTERPRETED = not isinstance(kernels.fold_tiles, triton.JITFunction)
 
 # Elements that a program holds at a time. 256 threads then have 16 for a fold and 8 for an update, which has up to six
 # streams. In-place kernels are not autotuned: trying a configuration would already change the data.
-_FOLD_BLOCK = 4096
-_STEP_BLOCK = 2048
-_SUM_BLOCK = 1024
+FOLD_BLOCK = 4096
+STEP_BLOCK = 2048
+SUM_BLOCK = 1024
+# Without fusion by the compiler: where a product is added, the kernels say so themselves.
+LAUNCH_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 
 
 def why_not(device: torch.device) -> str | None:
@@ -55,9 +57,8 @@ def fold(
     check.listed("fold", "grads", grads, flat, segments, absent="None")
 
     table = _table(flat, segments, grads)
-    _launch(
-        kernels.fold_tiles, tiles.shape[0], flat, partials, marks, tiles, table, scale, NORM=norm, BLOCK=_FOLD_BLOCK
-    )
+    arguments = (flat, partials, marks, tiles, table, scale)
+    _launch(kernels.fold_tiles, tiles.shape[0], *arguments, NORM=bool(norm), BLOCK=FOLD_BLOCK)
     # In a launch of its own: the tiles of a segment must all see the mark from before.
     marks.masked_fill_(table[:, 1] != kernels.ABSENT.value, TOUCHED | FRESH if norm else TOUCHED)
     torch.autograd.graph.increment_version([flat, partials])
@@ -68,8 +69,8 @@ def square_total(flat: Tensor, partials: Tensor, marks: Tensor, segments: Tensor
     check.one("square_total", "partials", partials, torch.float64, (tiles.shape[0],), flat.device)
     check.one("square_total", "total", total, torch.float64, (1,), flat.device)
 
-    _launch(kernels.sum_stale_tiles, tiles.shape[0], flat, partials, marks, tiles, BLOCK=_FOLD_BLOCK)
-    _launch(kernels.sum_partials, 1, partials, marks, tiles, total, tiles.shape[0], segments.shape[0], BLOCK=_SUM_BLOCK)
+    _launch(kernels.sum_stale_tiles, tiles.shape[0], flat, partials, marks, tiles, BLOCK=FOLD_BLOCK)
+    _launch(kernels.sum_partials, 1, partials, marks, tiles, total, tiles.shape[0], segments.shape[0], BLOCK=SUM_BLOCK)
     torch.autograd.graph.increment_version([partials, marks, total])
 
 
@@ -80,7 +81,7 @@ def close_window(
 
     clip = max_norm != float("inf")
     _launch(
-        kernels.close, 1, scalars, steps, marks, total, divisor, max_norm, marks.numel(), CLIP=clip, BLOCK=_SUM_BLOCK
+        kernels.close, 1, scalars, steps, marks, total, divisor, max_norm, marks.numel(), CLIP=clip, BLOCK=SUM_BLOCK
     )
     torch.autograd.graph.increment_version([scalars, steps])
 
@@ -89,7 +90,7 @@ def rescale(flat: Tensor, marks: Tensor, segments: Tensor, tiles: Tensor, factor
     check.plan("rescale", flat, marks, segments, tiles)
     check.one("rescale", "factor", factor, torch.float32, (1,), flat.device)
 
-    _launch(kernels.rescale_tiles, tiles.shape[0], flat, marks, tiles, factor, BLOCK=_FOLD_BLOCK)
+    _launch(kernels.rescale_tiles, tiles.shape[0], flat, marks, tiles, factor, BLOCK=FOLD_BLOCK)
     marks.bitwise_and_(TOUCHED)
     torch.autograd.graph.increment_version([flat])
 
@@ -102,7 +103,7 @@ def emit(
     check.listed("emit", "grads", grads, flat, segments, absent="empty", marks=_known(marks))
 
     table = _table(flat, segments, _present(grads))
-    _launch(kernels.emit_tiles, tiles.shape[0], flat, marks, tiles, scalars, table, BLOCK=_FOLD_BLOCK)
+    _launch(kernels.emit_tiles, tiles.shape[0], flat, marks, tiles, scalars, table, BLOCK=FOLD_BLOCK)
     torch.autograd.graph.increment_version(list(grads))
 
 
@@ -174,7 +175,7 @@ def _step(
 ) -> None:
     table = _table(flat, segments, *map(_present, lists))
     arguments = (flat, marks, tiles, scalars, steps, groups, hyper, table)
-    _launch(kernel, tiles.shape[0], *arguments, ZERO=zero, BLOCK=_STEP_BLOCK)
+    _launch(kernel, tiles.shape[0], *arguments, ZERO=bool(zero), BLOCK=STEP_BLOCK)
     written = [tensor for tensors in lists for tensor in tensors]
     torch.autograd.graph.increment_version([flat, *written] if zero else written)
 
@@ -202,6 +203,5 @@ def _table(flat: Tensor, segments: Tensor, *lists: Sequence[Tensor | None]) -> T
 def _launch(kernel: triton.JITFunction, programs: int, *arguments: object, **constants: object) -> None:
     if programs == 0:
         return
-    # Without fusion by the compiler: where a product is added, the kernels say so themselves.
     with torch.cuda.device_of(arguments[0]):
-        kernel[(programs,)](*arguments, **constants, num_warps=8, enable_fp_fusion=False)
+        kernel[(programs,)](*arguments, **constants, **LAUNCH_OPTIONS)
