@@ -4,22 +4,22 @@ A backend is a module with one function for each method of `Backend`, with the s
 `fusedaccum.backends.reference` (plain torch, the specification), `compiled` (C++) and `triton`. The same signatures,
 with their mutations declared, stand in `csrc/schema.h`.
 
-Arguments that several operators share (n segments, T tiles, F elements of flat buffer, G parameter groups):
+Arguments that several operators share (n segments, T tiles, F elements of flat buffer, G parameter groups). All are
+contiguous and on `flat`'s device, but for `segments`:
 
-    flat       float32[F]     the flat buffer: every master gradient, segment after segment. Segment starts are multiples
-                              of ALIGN elements. The padding between segments is never read nor written.
+    flat       float32[F]     the flat buffer: every master gradient, segment after segment. Segment starts are
+                              multiples of ALIGN elements. The padding between segments is never read nor written.
     segments   int64[n, 2]    on the CPU: (offset in `flat`, numel) of each segment. numel may be 0.
-    tiles      int64[T, 4]    on `flat`'s device: (segment, start in the segment, start in `flat`, count) of each tile, in
-                              order; count is TILE but for a segment's last tile. A segment of 0 elements has no tile.
-    marks      uint8[n]       per segment: TOUCHED (it holds the sum of this window) | FRESH (the partials of its tiles are
-                              those of its present values).
-    partials   float64[T]     per tile: the sum of the squares of its elements, in float64. The square of a finite float32
-                              cannot overflow there, so a sum that is not finite says that an element is not finite.
-    scalars    float32[3]     what the step reads, on the device: (multiplier, skip, norm), see `close_window`.
+    tiles      int64[T, 4]    (segment, start in the segment, start in `flat`, count) of each tile, in order; count is
+                              TILE but for a segment's last tile. A segment of 0 elements has no tile.
+    marks      uint8[n]       per segment: TOUCHED (it holds the sum of this window) | FRESH (the partials of its tiles
+                              are those of its present values).
+    partials   float64[T]     per tile: the sum of the squares of its elements, in float64. The square of a finite
+                              float32 cannot overflow there, so a sum that is not finite says that an element is not.
+    scalars    float32[3]     what the step reads: (multiplier, skip, norm), see `close_window`.
     steps      float32[n]     updates that each segment has seen, this one included (after `close_window`).
-    groups     int64[n]       on `flat`'s device: row of `hyper` that holds for the segment.
-    hyper      float64[G, C]  on `flat`'s device: hyper-parameters per group, columns ADAM_COLUMNS or SGD_COLUMNS. Flags are
-                              0.0 or 1.0.
+    groups     int64[n]       row of `hyper` that holds for the segment.
+    hyper      float64[G, C]  hyper-parameters per group, columns ADAM_COLUMNS or SGD_COLUMNS. Flags are 0.0 or 1.0.
 
 Lists of tensors have n entries. Where an entry does not apply (a segment that is not touched, a parameter without a
 master, a group without momentum) it is a tensor of 0 elements; a list none of whose entries apply may be empty.
