@@ -105,9 +105,7 @@ class Backend(Protocol):
         """
         ...
 
-    def rescale(
-        self, flat: Tensor, marks: Tensor, segments: Tensor, tiles: Tensor, factor: Tensor
-    ) -> None:
+    def rescale(self, flat: Tensor, marks: Tensor, segments: Tensor, tiles: Tensor, factor: Tensor) -> None:
         """flat *= factor[0] on every touched segment. factor: float32[1]. Mutates flat, marks (FRESH is cleared)."""
         ...
 
