@@ -30,12 +30,12 @@ inline Reg load(const BFloat16* p) {
 // To nearest even in integers: vcvtneps2bf16 flushes subnormals.
 inline void store(BFloat16* p, Reg a) {
   const __m512i bits = _mm512_castps_si512(a);
-  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-  const __m512i upper = _mm512_srli_epi32(rounded, 16);
-  const __mmask16 nan = _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
-  const __m512i chosen = _mm512_mask_mov_epi32(upper, nan, _mm512_set1_epi32(0x7fc0));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(chosen));
+  const __mmask16 odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
+  const __m512i half = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
+  const __m512i rounded = _mm512_mask_add_epi32(half, odd, half, _mm512_set1_epi32(1));
+  const __mmask16 number = _mm512_cmp_ps_mask(a, a, _CMP_ORD_Q);
+  const __m512i upper = _mm512_mask_srli_epi32(_mm512_set1_epi32(0x7fc0), number, rounded, 16);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(upper));
 }
 
 inline Reg load(const Float16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }

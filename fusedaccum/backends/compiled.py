@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 try:
-    from fusedaccum import _C
+    import fusedaccum._C as _C
 except ImportError as error:
     raise ImportError(
-        f"the C++ operators were not built ({error}); install a C++ compiler and reinstall fusedaccum"
+        f"the C++ operators cannot be loaded ({error}); reinstall fusedaccum with a C++ compiler at hand"
     ) from error
 
 _OPERATORS = ("fold", "square_total", "close_window", "rescale", "emit", "adam", "sgd")
