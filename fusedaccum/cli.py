@@ -12,8 +12,7 @@ import torch
 
 import fusedaccum
 from fusedaccum import backends
-from fusedaccum.demo.model import HEAD_SIZE
-from fusedaccum.demo.settings import Settings
+from fusedaccum.demo import HEAD_SIZE, Settings, run_demo
 
 DESCRIPTION = "FP32 sums of micro-batch gradients, and one fused update per window."
 EXIT_CODES = "exit codes: 0 done, 1 failed (the reason is the last line), 2 wrong usage"
@@ -36,7 +35,7 @@ examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return its exit code. Wrong usage, --help and --version raise SystemExit, as argparse does."""
+    """Run one subcommand and return its exit code. Wrong usage, --help and --version raise argparse's SystemExit."""
     options = build_parser().parse_args(arguments)
     try:
         options.run(options)
@@ -61,7 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     text = "Train a small GPT three times, and print and plot what FP32 sums change."
     demo = commands.add_parser("demo", help=text, description=DEMO, epilog=DEMO_EXAMPLES, formatter_class=raw)
-    demo.set_defaults(run=run_demo)
+    demo.set_defaults(run=start_demo)
     default = Settings()
     for name, smallest, multiple_of, what in (
         ("updates", 2, 1, "updates of each run"),
@@ -95,9 +94,7 @@ def integer(smallest: int, multiple_of: int = 1) -> Callable[[str], int]:
     return parse
 
 
-def run_demo(options: argparse.Namespace) -> None:
-    from fusedaccum.demo import run_demo
-
+def start_demo(options: argparse.Namespace) -> None:
     names = ("updates", "steps", "rows", "layers", "width", "seed", "backend")
     run_demo(Settings(**{name: getattr(options, name) for name in names}), options.out, sys.stdout)
 

@@ -121,8 +121,11 @@ def test_width_must_hold_whole_heads():
 
 
 def test_loops_train_alike_where_precision_is_out_of_the_way(corpus):
-    """In FP32 the three ways of summing are the same training: scale, clipping, schedule and decay included."""
-    settings = Settings(updates=6, steps=4, rows=1, context=64, width=64, layers=1, max_norm=0.5)
+    """In FP32 the three ways of summing are the same training, scale, clipping and schedule included.
+
+    max_norm lies amid the windows' norms: AdamW alone would not see a wrong scale, nor would clipping everywhere.
+    """
+    settings = Settings(updates=6, steps=4, rows=1, context=64, width=64, layers=1, max_norm=1.8)
     windows = data.training_windows(corpus.train, settings)
     losses = {}
     for name, make in {
@@ -217,13 +220,13 @@ def test_demo_measures_prints_and_plots(tmp_path, capsys):
     shown = capsys.readouterr().out
     results = json.loads((tmp_path / "demo.json").read_text())
     runs = results["runs"]
-    n = results["parameters"]
+    n, settings = results["parameters"], results["settings"]
     assert list(runs) == list(LABELS)
     for run in runs.values():
         assert len(run["losses"]) == 6
         assert run["losses"][0] > run["losses"][-1] > 0
         assert f"{run['validation']:.4f}" in shown
-        assert run["held"]["moments"] == 8 * n
+        assert run["held"]["update"]["moments"] == 8 * n
         assert min(run["seconds"].values()) > 0
     # The first window meets the same weights and the same data; what follows does not.
     assert runs["fused"]["losses"][0] == runs["bf16"]["losses"][0]
@@ -238,9 +241,14 @@ def test_demo_measures_prints_and_plots(tmp_path, capsys):
             assert at == same
             assert 0 < ours < 1e-6
             assert 1e-4 < theirs < 0.1
-    assert [runs[name]["held"]["parameters"] for name in LABELS] == [2 * n, 2 * n, 4 * n]
-    assert runs["fused"]["held"]["masters"] == runs["bf16"]["held"]["masters"] == 4 * n
-    assert 4 * n <= runs["fused"]["held"]["FP32 gradients"] < 4.1 * n
+    backward, update = ({name: runs[name]["held"][moment] for name in LABELS} for moment in ("backward", "update"))
+    assert [backward[name]["parameters"] for name in LABELS] == [2 * n, 2 * n, 4 * n]
+    assert [backward[name]["gradients"] for name in LABELS] == [2 * n, 2 * n, 4 * n]
+    assert [update[name]["gradients"] for name in LABELS] == [0, 2 * n, 4 * n]
+    assert [update[name]["masters"] for name in LABELS] == [4 * n, 4 * n, 0]
+    assert 4 * n <= backward["fused"]["FP32 gradients"] == update["fused"]["FP32 gradients"] < 4.1 * n
+    assert update["bf16"]["FP32 gradients"] == 4 * n
+    assert backward["fused"]["activations"] < backward["fp32"]["activations"] / settings["steps"]
     assert list(runs["fused"]["seconds"]) == ["forward, backward", "fold", "step"]
     assert "\r" not in shown
     check_picture(tmp_path / "demo.png")

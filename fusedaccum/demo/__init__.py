@@ -18,7 +18,7 @@ from fusedaccum.backends import select
 
 from .data import Corpus, load_corpus
 from .loops import FusedLoop, Loop, NativeLoop
-from .model import GPT
+from .model import GPT, HEAD_SIZE
 from .plot import draw
 from .progress import Progress
 from .report import findings, introduction, table
@@ -26,7 +26,7 @@ from .results import LABELS, Results
 from .settings import Settings
 from .train import build_model, distances_by_length, train
 
-__all__ = ["Results", "Settings", "run_demo"]
+__all__ = ["HEAD_SIZE", "Results", "Settings", "run_demo"]
 
 # Name -> (dtype of the model, its loop); the names are those of LABELS.
 LOOPS: dict[str, tuple[torch.dtype, Callable[[GPT, Settings], Loop]]] = {

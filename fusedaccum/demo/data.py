@@ -31,7 +31,7 @@ def read_paragraphs() -> list[str]:
 
 
 def split(paragraphs: list[str]) -> tuple[str, str]:
-    """(training text, validation text): every tenth run of RUN paragraphs is held out, so that all topics are in both."""
+    """(training text, validation text): every tenth run of RUN paragraphs is held out, so that both span all topics."""
     held_out = [index // RUN % 10 == 9 for index in range(len(paragraphs))]
     train = "\n\n".join(part for part, held in zip(paragraphs, held_out, strict=True) if not held)
     validation = "\n\n".join(part for part, held in zip(paragraphs, held_out, strict=True) if held)

@@ -20,8 +20,8 @@ from .settings import Settings
 class Loop:
     """A model and its optimizer; `window` trains on one window.
 
-    An observed window leaves `distance`, that of the gradients it summed (GradientMeter), and `held`, the bytes per kind
-    of tensor. Observing costs time: `timed` has the seconds per phase of the others.
+    `clock` has the seconds per phase of the last window. An observed window takes longer and leaves `distance`, that of
+    the gradients it summed (GradientMeter), and `held`: "backward" | "update" -> kind of tensor -> bytes then.
     """
 
     optimizer: torch.optim.Optimizer
@@ -32,11 +32,11 @@ class Loop:
         self.model = model
         self.settings = settings
         self.parameters = list(model.parameters())
-        self.timed = self.clock = Clock()
+        self.clock = Clock()
         self.meter = GradientMeter(self.parameters)
         self.observed = False
         self.distance = math.nan
-        self.held: dict[str, int] = {}
+        self.held: dict[str, dict[str, int]] = {"backward": {}, "update": {}}
 
     def window(self, rows: Tensor) -> Tensor:
         """Train on int64[steps, rows, context + 1], micro-batch after micro-batch. Returns the mean loss."""
@@ -54,7 +54,7 @@ class Loop:
     def expect(self, observed: bool) -> None:
         """Whether the next window is observed."""
         self.observed = observed
-        self.clock = Clock() if observed else self.timed
+        self.clock = Clock()
         if observed:
             self.meter.open()
 
@@ -63,12 +63,14 @@ class Loop:
             self.distance = self.meter.distance(sums, scale)
             self.meter.close()
 
-    def note_bytes(self, kind: str, tensors: Iterable[Tensor]) -> None:
+    def note_bytes(self, kind: str, tensors: Iterable[Tensor], *moments: str) -> None:
         if self.observed:
-            self.held[kind] = bytes_of(tensors)
+            count = bytes_of(tensors)
+            for moment in moments:
+                self.held[moment][kind] = count
 
     def gradients(self) -> list[Tensor]:
-        return [parameter.grad for parameter in self.parameters]
+        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
 
 class FusedLoop(Loop):
@@ -94,7 +96,7 @@ class FusedLoop(Loop):
             self.clock.start("forward, backward")
             loss = self.model.loss(micro_batch)
             loss.backward()
-            self.note_bytes("gradients", self.gradients())
+            self.note_bytes("gradients", self.gradients(), "backward")
             self.clock.start("fold")
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -108,7 +110,8 @@ class FusedLoop(Loop):
         return list(self.optimizer.state_dict()["fusedaccum"]["masters"].values())
 
     def before_update(self, *_: object) -> None:
-        self.note_bytes("FP32 gradients", map(self.optimizer.master_grad, self.parameters))
+        self.note_bytes("gradients", self.gradients(), "update")
+        self.note_bytes("FP32 gradients", map(self.optimizer.master_grad, self.parameters), "backward", "update")
         self.note_sums(map(self.optimizer.master_grad, self.parameters), scale=1 / self.settings.steps)
         self.clock.start("step")
 
@@ -135,7 +138,7 @@ class NativeLoop(Loop):
             loss = self.model.loss(micro_batch)
             (loss / len(micro_batches)).backward()
             losses.append(loss.detach())
-        self.note_bytes("gradients", self.gradients())
+        self.note_bytes("gradients", self.gradients(), "backward", "update")
         self.note_sums(self.gradients(), scale=1.0)
         self.clock.start("step")
         self.update()
@@ -147,7 +150,7 @@ class NativeLoop(Loop):
         if self.masters:
             for master, parameter in zip(self.masters, self.parameters, strict=True):
                 master.grad = parameter.grad.float()
-            self.note_bytes("FP32 gradients", [master.grad for master in self.masters])
+            self.note_bytes("FP32 gradients", [master.grad for master in self.masters], "update")
         clip_grad_norm_(self.masters or self.parameters, self.settings.max_norm)
         self.optimizer.step()
         if self.masters:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import statistics
+import textwrap
 from collections.abc import Sequence
 
-from .results import LABELS, Results
+from .results import LABELS, Results, Run
 
 LABEL_WIDTH = 42
 COLUMN_WIDTH = 14
@@ -16,7 +17,7 @@ SAME_LOSS = 0.01
 def introduction(results: Results) -> str:
     s, e, text = results.settings, results.environment, results.text
     return f"""\
-fusedaccum {e["fusedaccum"]}, torch {e["torch"]}, Python {e["python"]}, {e["threads"]} threads, backend {e["backend"]}
+fusedaccum {e["fusedaccum"]}, torch {e["torch"]}, Python {e["python"]}, threads {e["threads"]}, backend {e["backend"]}
 text      pydoc_data.topics: {text["characters"]:,} characters, {text["train_tokens"]:,} tokens to train on, \
 {text["validation_tokens"]:,} held out
 model     GPT of {s.layers} layers and width {s.width}: {results.parameters:,} parameters
@@ -42,16 +43,21 @@ def table(results: Results) -> str:
         ("distance from the FP32 curve, mean", [number(statistics.mean(gap), ".4f") for gap in gaps]),
         ("distance from the FP32 curve, largest", [number(max(gap), ".4f") for gap in gaps]),
         (f"Relative distance of the summed gradient from its float64 sum, {len(runs[0].distances)} windows", []),
-        ("median", [f"{run.distance:.1e}" for run in runs]),
-        ("largest", [f"{max(distance for _, distance in run.distances):.1e}" for run in runs]),
+        ("median", [number(run.distance, ".1e") for run in runs]),
+        ("largest", [number(max(distance for _, distance in run.distances), ".1e") for run in runs]),
         ("Megabytes held", []),
-        *((kind, [number(run.held.get(kind, 0) / 1e6, ".2f") for run in runs]) for kind in results.kinds()),
-        ("all of it", [f"{sum(run.held.values()) / 1e6:.2f}" for run in runs]),
+        *((kind, [number(most(run, kind) / 1e6, ".2f") for run in runs]) for kind in results.kinds()),
+        ("all of it during the backward", [f"{sum(run.held['backward'].values()) / 1e6:.2f}" for run in runs]),
+        ("all of it during the update", [f"{sum(run.held['update'].values()) / 1e6:.2f}" for run in runs]),
         ("Milliseconds per update", []),
         *((phase, [number(1e3 * run.seconds.get(phase, 0.0), ".2f") for run in runs]) for phase in results.phases()),
         ("share of folding and stepping", [f"{run.overhead:.1%}" for run in runs]),
     ]
     return "\n".join(row(label, cells) for label, cells in rows)
+
+
+def most(run: Run, kind: str) -> int:
+    return max(kinds.get(kind, 0) for kinds in run.held.values())
 
 
 def number(value: float, form: str) -> str:
@@ -67,38 +73,56 @@ def row(label: str, cells: Sequence[str]) -> str:
 
 def findings(results: Results) -> str:
     """What the numbers say, and where they say little."""
-    fused, bf16, fp32 = (results.runs[name] for name in ("fused", "bf16", "fp32"))
-    longest, far = results.by_length["bf16"][-1]
-    _, near = results.by_length["fused"][-1]
-    gap = abs(fused.validation - bf16.validation) / fp32.validation
-    lines = [
-        f"Gradients: summing in bf16 puts them off by {bf16.distance:.2%}, summing in FP32 by {fused.distance:.0e}; "
-        f"over {longest} micro-batches it is {far:.2%} and {near:.0e}.",
-        f"Loss: the two ways of summing end {gap:.2%} apart on the held-out text. " + loss_finding(results, gap),
-        memory_finding(results),
-        f"Time: folding and stepping took {fused.overhead:.1%} of our run, stepping {bf16.overhead:.1%} of the bf16 one "
-        "(its adding is inside the backward).",
-    ]
+    lines = ["What it says"]
+    for name, say in (("Gradients", gradients), ("Loss", loss), ("Memory", memory), ("Time", time)):
+        first, rest = f"  {name:<11}", " " * 13
+        lines.append(textwrap.fill(say(results), 110, initial_indent=first, subsequent_indent=rest))
     return "\n".join(lines)
 
 
-def loss_finding(results: Results, gap: float) -> str:
-    fused, bf16, fp32 = (results.runs[name].validation for name in ("fused", "bf16", "fp32"))
-    if gap < SAME_LOSS:
-        return (
-            "That is too little to tell them apart: in a run this short the rounding of sums costs precision that the loss "
-            "does not show."
-        )
-    better = "FP32" if fused < bf16 else "bf16"
-    nearer = "FP32" if abs(fused - fp32) < abs(bf16 - fp32) else "bf16"
-    return f"The sums in {better} end lower, those in {nearer} nearer to the FP32 batch; one seed is no proof."
-
-
-def memory_finding(results: Results) -> str:
-    fused, bf16, fp32 = (results.runs[name].held for name in ("fused", "bf16", "fp32"))
-    parameters = results.parameters
-    state = [sum(held.values()) - held["activations"] for held in (fused, bf16, fp32)]
+def gradients(results: Results) -> str:
+    fused, bf16 = results.runs["fused"], results.runs["bf16"]
+    longest, far = results.by_length["bf16"][-1]
+    _, near = results.by_length["fused"][-1]
     return (
-        "Memory: {:.1f} bytes per parameter with fusedaccum, {:.1f} with bf16 sums, {:.1f} with the FP32 batch; activations "
-        "{:.0f} MB per micro-batch against {:.0f} MB for the batch."
-    ).format(*(count / parameters for count in state), fused["activations"] / 1e6, fp32["activations"] / 1e6)
+        f"Summed in bf16 they are off by {bf16.distance:.2%}, summed in FP32 by {fused.distance:.0e}. "
+        f"Over {longest} micro-batches it is {far:.2%} and {near:.0e}."
+    )
+
+
+def loss(results: Results) -> str:
+    fused, bf16, fp32 = (results.runs[name] for name in ("fused", "bf16", "fp32"))
+    gap = abs(fused.validation - bf16.validation) / fp32.validation
+    apart = statistics.mean(abs(one - other) for one, other in zip(fused.losses, bf16.losses, strict=True))
+    away = " and ".join(f"{statistics.mean(map(abs, results.curve_gap(name))):.4f}" for name in ("fused", "bf16"))
+    text = (
+        f"On the held-out text the two ways of summing end {gap:.2%} apart. Their training curves lie {apart:.4f} from "
+        f"each other, and {away} from the FP32 batch. "
+    )
+    if gap < SAME_LOSS:
+        return text + "That is too little to tell the sums apart: a run this short does not show them in the loss."
+    lower = "FP32" if fused.validation < bf16.validation else "bf16"
+    nearer = "FP32" if abs(fused.validation - fp32.validation) < abs(bf16.validation - fp32.validation) else "bf16"
+    return text + f"Sums in {lower} end lower, sums in {nearer} nearer to the FP32 batch. One seed is no proof."
+
+
+def memory(results: Results) -> str:
+    def per_parameter(name: str) -> str:
+        held = results.runs[name].held
+        during = [sum(kinds.values()) - kinds.get("activations", 0) for kinds in held.values()]
+        return " and ".join(f"{count / results.parameters:.1f}" for count in during)
+
+    small, large = (results.runs[name].held["backward"]["activations"] / 1e6 for name in ("fused", "fp32"))
+    return (
+        f"Per parameter, during backward and update: {per_parameter('fused')} bytes; with bf16 sums "
+        f"{per_parameter('bf16')}; with the FP32 batch {per_parameter('fp32')}. On top come the activations: "
+        f"{small:.1f} MB for a micro-batch in bf16, {large:.1f} MB for the FP32 batch."
+    )
+
+
+def time(results: Results) -> str:
+    fused, bf16 = results.runs["fused"], results.runs["bf16"]
+    return (
+        f"Folding and stepping took {fused.overhead:.1%} of it. With bf16 sums stepping took {bf16.overhead:.1%}; "
+        "the adding is inside the backward there."
+    )

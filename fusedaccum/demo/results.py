@@ -18,14 +18,15 @@ class Run:
 
     losses: nats per token, one for each update. validation: the same on the held-out text, after the last update.
     distances: (update, relative L2 distance of the summed gradient from its float64 sum), for the observed windows.
-    seconds: phase -> seconds per update, over the windows that were not observed. held: kind of tensor -> bytes.
+    seconds: phase -> seconds per update, median of the windows that were not observed.
+    held: "backward" | "update" -> kind of tensor -> bytes then.
     """
 
     losses: list[float]
     validation: float
     distances: list[tuple[int, float]]
     seconds: dict[str, float]
-    held: dict[str, int]
+    held: dict[str, dict[str, int]]
     sample: str
 
     @property
@@ -60,8 +61,9 @@ class Results:
         return [own - fp32 for own, fp32 in zip(self.runs[name].losses, self.runs["fp32"].losses, strict=True)]
 
     def kinds(self) -> list[str]:
-        """Kinds of tensors that some run held."""
-        return list(dict.fromkeys(kind for run in self.runs.values() for kind, count in run.held.items() if count))
+        """Kinds of tensors that some run held at some moment."""
+        held = [items for run in self.runs.values() for kinds in run.held.values() for items in kinds.items()]
+        return list(dict.fromkeys(kind for kind, count in held if count))
 
     def phases(self) -> list[str]:
         return list(dict.fromkeys(phase for run in self.runs.values() for phase in run.seconds))

@@ -20,7 +20,7 @@ class Settings:
     context: int = 128
     width: int = 128
     layers: int = 3
-    learning_rate: float = 3e-3
+    learning_rate: float = 2e-3
     max_norm: float = 1.0
     seed: int = 0
     backend: str = "auto"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -41,6 +42,7 @@ def observed_windows(updates: int) -> set[int]:
 def train(corpus: Corpus, settings: Settings, loop: Loop, progress: Callable[[int, float], None]) -> Run:
     """Train `loop` on the common data, then try it on the held-out text. Calls progress(updates done, last loss)."""
     losses: list[float] = []
+    laps: list[dict[str, float]] = []
     distances: list[tuple[int, float]] = []
     observed = observed_windows(settings.updates)
     for update, rows in enumerate(training_windows(corpus.train, settings)):
@@ -48,13 +50,15 @@ def train(corpus: Corpus, settings: Settings, loop: Loop, progress: Callable[[in
         losses.append(loop.window(rows).item())
         if loop.observed:
             distances.append((update, loop.distance))
+        else:
+            laps.append(loop.clock.seconds)
         progress(update + 1, losses[-1])
 
-    timed = settings.updates - len(observed)
-    seconds = {phase: spent / timed for phase, spent in loop.timed.seconds.items()}
+    seconds = {phase: median(lap[phase] for lap in laps) for phase in laps[0]}
     batch = rows.flatten(0, 1) if loop.one_batch else rows[0]
     activations = activation_bytes(lambda: loop.model.loss(batch), loop.parameters)
-    held = {**loop.lasting(), **loop.held, "activations": activations}
+    held = {moment: {**loop.lasting(), **kinds} for moment, kinds in loop.held.items()}
+    held["backward"]["activations"] = activations
     with torch.no_grad():
         validation = loop.model.loss(validation_rows(corpus.validation, settings.context)).item()
     prompt = corpus.vocabulary.encode(PROMPT)
