@@ -125,7 +125,7 @@ def test_loops_train_alike_where_precision_is_out_of_the_way(corpus):
 
     max_norm lies amid the windows' norms: AdamW alone would not see a wrong scale, nor would clipping everywhere.
     """
-    settings = Settings(updates=6, steps=4, rows=1, context=64, width=64, layers=1, max_norm=1.8)
+    settings = Settings(updates=6, steps=4, rows=1, context=64, width=64, layers=1, max_norm=2.3)
     windows = data.training_windows(corpus.train, settings)
     losses = {}
     for name, make in {
@@ -136,8 +136,8 @@ def test_loops_train_alike_where_precision_is_out_of_the_way(corpus):
         loop = make(build_model(corpus, settings, torch.float32), settings)
         losses[name] = torch.stack([loop.window(rows) for rows in windows])
     assert losses["batch"][0] - losses["batch"][-1] > 0.1
-    torch.testing.assert_close(losses["micro"], losses["batch"], atol=2e-4, rtol=0)
-    torch.testing.assert_close(losses["fused"], losses["batch"], atol=2e-4, rtol=0)
+    torch.testing.assert_close(losses["micro"], losses["batch"], atol=5e-5, rtol=0)
+    torch.testing.assert_close(losses["fused"], losses["batch"], atol=5e-5, rtol=0)
 
 
 def test_runs_start_from_the_same_values(corpus):
