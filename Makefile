@@ -29,6 +29,7 @@ test: $(TOOLS_STAMP)
 # The published numbers come from python -m bench, which refuses a machine that is not quiet (bench/harness.py says why
 # they do not come from pytest-benchmark). BENCH_FLAGS="--quick" only shows that it runs.
 bench: $(TOOLS_STAMP)
+	mkdir -p $(OUT)/bench
 	$(PY) -m pytest bench --benchmark-only --benchmark-json=$(OUT)/bench/pytest.json \
 	  --benchmark-columns=min,median,rounds --benchmark-group-by=group $(if $(findstring --quick,$(BENCH_FLAGS)),--quick)
 	$(PY) -m bench.report $(OUT)/bench/pytest.json
