@@ -30,7 +30,7 @@ test: $(TOOLS_STAMP)
 # they do not come from pytest-benchmark). BENCH_FLAGS="--quick" only shows that it runs.
 bench: $(TOOLS_STAMP)
 	mkdir -p $(OUT)/bench
-	$(PY) -m pytest bench --benchmark-only --benchmark-json=$(OUT)/bench/pytest.json \
+	$(PY) -m pytest bench/test_fold.py bench/test_step.py bench/test_window.py --benchmark-json=$(OUT)/bench/pytest.json \
 	  --benchmark-columns=min,median,rounds --benchmark-group-by=group $(if $(findstring --quick,$(BENCH_FLAGS)),--quick)
 	$(PY) -m bench.report $(OUT)/bench/pytest.json
 	$(PY) -m bench --json $(OUT)/bench/bench.json $(BENCH_FLAGS)

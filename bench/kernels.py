@@ -167,7 +167,8 @@ def check_step(case: Case, kernels: list[Kernel]) -> None:
     for index, start in enumerate(case.start):
         g = case.gradients[0][index].double() * CLIP
         right = start.double() * (1 - LR * WEIGHT_DECAY) - LR * g / (g.abs() + case.eps)
-        limit = torch.finfo(case.kind.dtype).eps * right.abs() + 4 * state_eps * LR
+        # Some roundings of the parameter and of the update: enough to see other work, not to judge the last bit.
+        limit = 2 * torch.finfo(case.kind.dtype).eps * right.abs() + 16 * state_eps * LR
         for kernel in kernels:
             off = (kernel.result()[index].detach().double() - right).abs()
             if not bool((off <= limit).all()):

@@ -72,6 +72,15 @@ def test_a_fold_that_scales_wrongly_is_refused(stage):
         kernels.check_fold(case, stage, shifted, folds)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_that_lost_its_weight_decay_is_refused(kind, monkeypatch):
+    case = Case(SHAPES, KINDS[kind], "refusal")
+    kernels.steps(case)
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="not timed"):
+        patch.setattr(window, "WEIGHT_DECAY", 0.0)
+        kernels.check_step(case, [kernels.rival_step(case)])
+
+
 def test_float64_windows_have_different_sums():
     for count in (2, 8):
         case = Case(SHAPES, KINDS["bf16"], "sums")
