@@ -32,7 +32,7 @@ static void fold_run(const FoldRun& run, const Tile* tile, int64_t count) {
   auto* one_tile = !run.first   ? fold_tile<T, false, kNorm, false>
                    : run.stream ? fold_tile<T, true, kNorm, true>
                                 : fold_tile<T, true, kNorm, false>;
-  for (int64_t t = 0; t < count; ++t) one_tile(run, tile[t], run.partial + t);
+  for (int64_t t = 0; t < count; ++t) one_tile(run, tile[t], kNorm ? run.partial + t : nullptr);
 }
 
 // With a scale of 0 the gradient must not be looked at: 0 * inf is not 0.

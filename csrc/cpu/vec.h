@@ -13,6 +13,8 @@
 #include "reg_baseline.h"
 #endif
 
+#define FUSEDACCUM_INLINE inline __attribute__((always_inline))
+
 namespace fusedaccum::FUSEDACCUM_ISA {
 
 constexpr int kLanes = 16;
@@ -27,34 +29,34 @@ struct Vec {
   }
 };
 
-FUSEDACCUM_HD Vec operator+(Vec a, Vec b) {
+FUSEDACCUM_INLINE Vec operator+(Vec a, Vec b) {
   for (int i = 0; i < kRegs; ++i) a.r[i] = a.r[i] + b.r[i];
   return a;
 }
-FUSEDACCUM_HD Vec operator-(Vec a, Vec b) {
+FUSEDACCUM_INLINE Vec operator-(Vec a, Vec b) {
   for (int i = 0; i < kRegs; ++i) a.r[i] = a.r[i] - b.r[i];
   return a;
 }
-FUSEDACCUM_HD Vec operator*(Vec a, Vec b) {
+FUSEDACCUM_INLINE Vec operator*(Vec a, Vec b) {
   for (int i = 0; i < kRegs; ++i) a.r[i] = a.r[i] * b.r[i];
   return a;
 }
-FUSEDACCUM_HD Vec operator/(Vec a, Vec b) {
+FUSEDACCUM_INLINE Vec operator/(Vec a, Vec b) {
   for (int i = 0; i < kRegs; ++i) a.r[i] = a.r[i] / b.r[i];
   return a;
 }
 
-FUSEDACCUM_HD Vec maximum(Vec a, Vec b) {
+FUSEDACCUM_INLINE Vec maximum(Vec a, Vec b) {
   for (int i = 0; i < kRegs; ++i) a.r[i] = maximum(a.r[i], b.r[i]);
   return a;
 }
 
-FUSEDACCUM_HD Vec fma(Vec a, Vec b, Vec c) {
+FUSEDACCUM_INLINE Vec fma(Vec a, Vec b, Vec c) {
   for (int i = 0; i < kRegs; ++i) a.r[i] = fma(a.r[i], b.r[i], c.r[i]);
   return a;
 }
 
-FUSEDACCUM_HD Vec sqrt(Vec a) {
+FUSEDACCUM_INLINE Vec sqrt(Vec a) {
   for (int i = 0; i < kRegs; ++i) a.r[i] = sqrt(a.r[i]);
   return a;
 }
@@ -66,48 +68,48 @@ struct Part {
 };
 
 template <class T>
-FUSEDACCUM_HD Vec load(const T* p, Full) {
+FUSEDACCUM_INLINE Vec load(const T* p, Full) {
   Vec out;
   for (int i = 0; i < kRegs; ++i) out.r[i] = load(p + i * kRegLanes);
   return out;
 }
 
 template <class T>
-FUSEDACCUM_HD void store(T* p, Vec a, Full) {
+FUSEDACCUM_INLINE void store(T* p, Vec a, Full) {
   for (int i = 0; i < kRegs; ++i) store(p + i * kRegLanes, a.r[i]);
 }
 
 // A partial pack goes through a whole one in memory; its other lanes are 0.
 template <class T>
-FUSEDACCUM_HD Vec load(const T* p, Part part) {
+FUSEDACCUM_INLINE Vec load(const T* p, Part part) {
   T pack[kLanes] = {};
   memcpy(pack, p, part.count * sizeof(T));
   return load(pack, Full());
 }
 
 template <class T>
-FUSEDACCUM_HD void store(T* p, Vec a, Part part) {
+FUSEDACCUM_INLINE void store(T* p, Vec a, Part part) {
   T pack[kLanes];
   store(pack, a, Full());
   memcpy(p, pack, part.count * sizeof(T));
 }
 
 // Non-temporal: p is a multiple of 64 bytes, and whoever calls this calls fence() before anyone else reads.
-FUSEDACCUM_HD void stream(float* p, Vec a, Full) {
+FUSEDACCUM_INLINE void stream(float* p, Vec a, Full) {
   for (int i = 0; i < kRegs; ++i) stream(p + i * kRegLanes, a.r[i]);
 }
-FUSEDACCUM_HD void stream(float* p, Vec a, Part part) { store(p, a, part); }
+FUSEDACCUM_INLINE void stream(float* p, Vec a, Part part) { store(p, a, part); }
 
 // The dtype is looked at once per pack: the branch is always the same one, and one loop serves all mixtures of dtypes.
 template <class Extent>
-FUSEDACCUM_HD Vec load(Elements e, int64_t i, Extent extent) {
+FUSEDACCUM_INLINE Vec load(Elements e, int64_t i, Extent extent) {
   if (e.dtype == DType::kFloat32) return load(static_cast<const float*>(e.data) + i, extent);
   if (e.dtype == DType::kBFloat16) return load(static_cast<const BFloat16*>(e.data) + i, extent);
   return load(static_cast<const Float16*>(e.data) + i, extent);
 }
 
 template <class Extent>
-FUSEDACCUM_HD void store(Elements e, int64_t i, Vec a, Extent extent) {
+FUSEDACCUM_INLINE void store(Elements e, int64_t i, Vec a, Extent extent) {
   if (e.dtype == DType::kFloat32) return store(static_cast<float*>(e.data) + i, a, extent);
   if (e.dtype == DType::kBFloat16) return store(static_cast<BFloat16*>(e.data) + i, a, extent);
   store(static_cast<Float16*>(e.data) + i, a, extent);
@@ -144,7 +146,7 @@ struct Squares {
 
 // body(i, extent) for each pack of `count` elements; i is the index of its first.
 template <class Body>
-FUSEDACCUM_HD void each_pack(int64_t count, const Body& body) {
+FUSEDACCUM_INLINE void each_pack(int64_t count, const Body& body) {
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) body(i, Full());
   if (i < count) body(i, Part{int(count - i)});
