@@ -101,17 +101,21 @@ FUSEDACCUM_INLINE void stream(float* p, Vec a, Full) {
 FUSEDACCUM_INLINE void stream(float* p, Vec a, Part part) { store(p, a, part); }
 
 // The dtype is looked at once per pack: the branch is always the same one, and one loop serves all mixtures of dtypes.
+// bfloat16 comes first, on the straight path: 4 % slower for float32, which waits for memory, and 14 % faster for
+// bfloat16, which waits for this code (adam in AVX-512, all data in the L2 cache).
+FUSEDACCUM_INLINE bool is(DType seen, DType dtype) { return __builtin_expect(seen == dtype, true); }
+
 template <class Extent>
 FUSEDACCUM_INLINE Vec load(Elements e, int64_t i, Extent extent) {
-  if (e.dtype == DType::kFloat32) return load(static_cast<const float*>(e.data) + i, extent);
-  if (e.dtype == DType::kBFloat16) return load(static_cast<const BFloat16*>(e.data) + i, extent);
+  if (is(e.dtype, DType::kBFloat16)) return load(static_cast<const BFloat16*>(e.data) + i, extent);
+  if (is(e.dtype, DType::kFloat32)) return load(static_cast<const float*>(e.data) + i, extent);
   return load(static_cast<const Float16*>(e.data) + i, extent);
 }
 
 template <class Extent>
 FUSEDACCUM_INLINE void store(Elements e, int64_t i, Vec a, Extent extent) {
-  if (e.dtype == DType::kFloat32) return store(static_cast<float*>(e.data) + i, a, extent);
-  if (e.dtype == DType::kBFloat16) return store(static_cast<BFloat16*>(e.data) + i, a, extent);
+  if (is(e.dtype, DType::kBFloat16)) return store(static_cast<BFloat16*>(e.data) + i, a, extent);
+  if (is(e.dtype, DType::kFloat32)) return store(static_cast<float*>(e.data) + i, a, extent);
   store(static_cast<Float16*>(e.data) + i, a, extent);
 }
 
