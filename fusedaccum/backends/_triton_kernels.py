@@ -234,8 +234,9 @@ def _adam_rule(g, p, m, v, v_max, row, step, HAS_MAX):
     """One update: `row` points at the group's hyper-parameters in the order of ops.ADAM_COLUMNS."""
     lr, beta1, beta2, eps = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
     weight_decay, decoupled = tl.load(row + 4), tl.load(row + 5)
-    step_size = (lr / (1.0 - _power(beta1, step))).to(tl.float32)
-    root_correction = tl.sqrt(1.0 - _power(beta2, step)).to(tl.float32)
+    # m / (sqrt(v) / root + eps) = root * m / (sqrt(v) + eps * root): one division and one rounding less per element.
+    root = tl.sqrt(1.0 - _power(beta2, step))
+    step_size = (lr / (1.0 - _power(beta1, step)) * root).to(tl.float32)
     # A weight decay of 0 is left out: 0 * p is not 0 where p is infinite.
     if weight_decay != 0:
         if decoupled != 0:
@@ -248,8 +249,7 @@ def _adam_rule(g, p, m, v, v_max, row, step, HAS_MAX):
     if HAS_MAX:
         v_max = tl.maximum(v_max, v, propagate_nan=tl.PropagateNan.ALL)
         v_hat = v_max
-    denominator = tl.div_rn(tl.sqrt_rn(v_hat), root_correction) + eps.to(tl.float32)
-    p = tl.fma(-step_size, tl.div_rn(m, denominator), p)
+    p = tl.fma(-step_size, tl.div_rn(m, tl.sqrt_rn(v_hat) + (eps * root).to(tl.float32)), p)
     return p, m, v, v_max
 
 
