@@ -26,6 +26,7 @@ from op_cases import (
 )
 from torch import Tensor
 
+from fusedaccum import backends
 from fusedaccum.backends import reference
 from fusedaccum.ops import TOUCHED
 
@@ -60,6 +61,15 @@ def test_every_size_at_every_start_offset(backend):
     model.check(buffer)
     assert partials_agree(buffer.partials, buffer.square_sums())
     assert all(guards_intact(grad) for grad in grads + more)
+
+
+def test_a_first_touch_larger_than_the_caches():
+    """From 4 Mi elements on the C++ kernels store past the caches. Size makes no difference to the other backends."""
+    sizes = [4096 * 400, 1, 17, 4096 * 500 + 5, 4096 * 200 - 1]
+    grads = [normal(n, DTYPES[k % 3], k) for k, n in enumerate(sizes)]
+    assert sum(sizes) > 4 << 20
+    buffer = fold_both(backends.select(torch.device("cpu"), "compiled"), sizes, [(grads, scalar(1 / 3), True)])
+    assert partials_agree(buffer.partials, buffer.square_sums())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.get)
