@@ -6,6 +6,7 @@ out what does not go through torch's allocator (Python objects, C++ tables of a 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 from torch.profiler import ProfilerActivity, profile
@@ -13,6 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 
 def peak_allocated(work: Callable[[], object]) -> int:
     """Bytes: the most that `work` held at once of what it allocated itself."""
+    # What an earlier contender left to the garbage collector would count as given back by this one.
+    gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
     events = (event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]")

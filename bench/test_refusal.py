@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -93,3 +95,15 @@ def test_peak_memory_counts_temporaries_inside_an_operator():
     total, grad = torch.zeros(1 << 16), torch.ones(1 << 16, dtype=torch.bfloat16)
     assert peak_allocated(lambda: total.add_(grad)) == 4 * (1 << 16)  # the FP32 copy of the gradient
     assert peak_allocated(lambda: total.mul_(total)) == 0
+
+
+def test_peak_memory_leaves_out_what_was_garbage_before():
+    garbage = [torch.zeros(1 << 16)]
+    garbage.append(garbage)
+    del garbage
+
+    def work():
+        gc.collect()
+        return torch.zeros(1 << 15)
+
+    assert peak_allocated(work) == 4 * (1 << 15)
