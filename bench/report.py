@@ -127,12 +127,13 @@ def summary(made: list[Row]) -> str:
 
 
 EXPLANATION = """
-min, median: milliseconds of one run. GB/s: the least bytes the work must move, over the minimum. of add_: that, against
-an in-place FP32 a.add_(b) as large as the case, timed in the same rounds. times ours: the contender's time over ours,
-of the minima and as the median over rounds; where memory does not hold all contenders they run in several heats, and
-each is compared with ours of its own heat (the table shows ours of the first). extra: peak of torch's CPU allocations beyond gradients, parameters,
-masters and moments, in bytes per parameter. error: root mean square distance of the parameters after two windows from
-float64, in units of the update's own (bf16 parameters: rounding them is most of it).
+min, median: milliseconds of one run. GB/s: the least bytes the work must move, over the minimum. of add_: that,
+against an in-place FP32 a.add_(b) as large as the case, timed in the same rounds. times ours: the contender's time
+over ours, of the minima and as the median over rounds; where memory does not hold all contenders they run in several
+heats, and each is compared with ours of its own heat (the table shows ours of the first). extra: peak of torch's CPU
+allocations beyond gradients, parameters, masters and moments, in bytes per parameter. error: root mean square distance
+of the parameters after two windows from float64, in units of the update's own (bf16 parameters: rounding them is most
+of it).
 """.strip()
 
 
