@@ -27,7 +27,7 @@ def _positions(window: Window) -> dict[int, Tensor]:
 
 
 def save(window: Window) -> dict[str, Any]:
-    """The window under `KEY`. Tensors are live, as in torch: sums are views of the flat buffer, in the parameter's shape.
+    """The window under `KEY`. Tensors are live, as in torch: sums are views of the flat buffer, in parameters' shapes.
 
     sums: {parameter index: float32 or complex64 sum}, touched parameters only. masters: {parameter index: float32}.
     """
@@ -60,8 +60,8 @@ def check(window: Window, saved: Any) -> None:
     if not isinstance(saved, dict) or saved.get("version") != VERSION:
         seen = saved.get("version") if isinstance(saved, dict) else type(saved).__name__
         raise ValueError(
-            f"{NAME}: state_dict[{KEY!r}] has version {seen!r} and this release reads {VERSION}; drop the key to load the "
-            "wrapped optimizer's state without the open window"
+            f"{NAME}: state_dict[{KEY!r}] has version {seen!r} and this release reads {VERSION}; drop the key to "
+            "load the wrapped optimizer's state without the open window"
         )
     positions = _positions(window)
     try:
@@ -75,8 +75,8 @@ def check(window: Window, saved: Any) -> None:
             if i not in positions or value.shape != positions[i].shape:
                 has = f"shape {tuple(positions[i].shape)}" if i in positions else "no such parameter"
                 raise ValueError(
-                    f"{NAME}: the saved window holds shape {tuple(value.shape)} for parameter {i} and this optimizer has {has}; "
-                    "load it into an optimizer over the same parameters in the same order"
+                    f"{NAME}: the saved window holds shape {tuple(value.shape)} for parameter {i} and this optimizer "
+                    f"has {has}; load it into an optimizer over the same parameters in the same order"
                 )
         saved["items"] + 0.0
     except (KeyError, TypeError, AttributeError) as error:
@@ -119,8 +119,9 @@ def _take_counts(window: Window, saved: dict[str, Any]) -> None:
     window.saved = True
     if saved["steps"] != window.steps and window.pending:
         warnings.warn(
-            f"{NAME}: the loaded window was begun with steps={saved['steps']} and this wrapper has steps={window.steps}; its "
-            f"{window.pending} micro-batches are kept and the window closes at {max(window.steps, window.pending + 1)}",
+            f"{NAME}: the loaded window was begun with steps={saved['steps']} and this wrapper has "
+            f"steps={window.steps}; its {window.pending} micro-batches are kept and the window closes at "
+            f"{max(window.steps, window.pending + 1)}",
             UserWarning,
             stacklevel=5,
         )

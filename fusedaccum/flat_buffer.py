@@ -17,8 +17,8 @@ FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def layout(numels: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor, int]:
     """Place segments of `numels` elements one after another, each start on a multiple of ALIGN elements.
 
-    Returns (segments int64[n, 2] on the CPU, tiles int64[T, 4] on `device`, elements of the flat buffer); the columns are
-    those of `fusedaccum.ops`.
+    Returns (segments int64[n, 2] on the CPU, tiles int64[T, 4] on `device`, elements of the flat buffer); the columns
+    are those of `fusedaccum.ops`.
     """
     numel = torch.tensor(list(numels), dtype=torch.int64)
     padded = (numel + ALIGN - 1) // ALIGN * ALIGN
@@ -41,7 +41,7 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
 
 
 def in_memory_order(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """`tensor`'s elements as a 1-D float tensor in the order of `stride`: a view where its strides are those, else a copy.
+    """`tensor`'s elements as a 1-D float tensor in the order of `stride`: a view where it has that order, else a copy.
 
     Complex tensors are read as pairs of floats.
     """
@@ -139,7 +139,7 @@ class FlatBuffer:
         self.touched = self.touched or any(g is not None for g in grads)
 
     def square_total(self) -> Tensor:
-        """The sum of squares of what this window holds: float64[1] on this device, a buffer that the next call reuses."""
+        """The sum of squares of what this window holds: float64[1] on this device, reused by the next call."""
         self.backend.square_total(self.flat, self.partials, self.marks, self.segments, self.tiles, self.total)
         return self.total
 

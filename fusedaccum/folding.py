@@ -46,8 +46,8 @@ def carry(old: list[FlatBuffer], new: list[FlatBuffer]) -> None:
                 target.put(j, buffer.view(k))
     if lost:
         warnings.warn(
-            f"{NAME}: {lost} parameters left the optimizer or changed shape inside a window, and what was summed for them "
-            "is gone; flush() or reset() before such a change",
+            f"{NAME}: {lost} parameters left the optimizer or changed shape inside a window, and what was summed for "
+            "them is gone; flush() or reset() before such a change",
             UserWarning,
             stacklevel=6,
         )
@@ -113,13 +113,14 @@ def _check(window: Window, p: Tensor, grad: Tensor) -> None:
     allowed = (torch.complex64,) if p.is_complex() else FLOAT_DTYPES
     if grad.dtype not in allowed:
         raise TypeError(
-            f"{NAME}: the gradient of {describe(window, p)} is {grad.dtype}; gradients are summed in float32, so it must be "
-            f"one of {', '.join(map(str, allowed))}: convert the parameter"
+            f"{NAME}: the gradient of {describe(window, p)} is {grad.dtype}; gradients are summed in float32, so it "
+            f"must be one of {', '.join(map(str, allowed))}: convert the parameter"
         )
     if grad.device != p.device or grad.shape != p.shape:
         raise ValueError(
-            f"{NAME}: the gradient of {describe(window, p)} has shape {tuple(grad.shape)} on {grad.device} and the parameter "
-            f"{tuple(p.shape)} on {p.device}; they must be equal: run the backward again after changing a parameter"
+            f"{NAME}: the gradient of {describe(window, p)} has shape {tuple(grad.shape)} on {grad.device} and the "
+            f"parameter {tuple(p.shape)} on {p.device}; they must be equal: run the backward again after changing a "
+            "parameter"
         )
 
 

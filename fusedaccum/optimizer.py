@@ -56,15 +56,15 @@ class FusedAccumOptimizer(Optimizer):
     steps: micro-batches per window, an int of at least 1. Set later, it holds from the next window.
     reduction: "mean" updates with the mean of the window's gradients, "sum" with their sum.
     max_norm: clip the window's gradient to this global L2 norm (`torch.nn.utils.clip_grad_norm_`), on the device.
-    update: "fused" runs our kernel, for exactly AdamW, Adam and SGD over float32, bfloat16 and float16 parameters that share
-        no storage; "wrapped" runs `optimizer.step()` on the mean gradient rounded once to each parameter's dtype; "auto"
-        takes the first where it is possible.
+    update: "fused" runs our kernel, for exactly AdamW, Adam and SGD over float32, bfloat16 and float16 parameters that
+        share no storage; "wrapped" runs `optimizer.step()` on the mean gradient rounded once to each parameter's dtype;
+        "auto" takes the first where it is possible.
     state_dtype: dtype of the moments in the fused update: float32, bfloat16 or float16; None as torch has it.
     master_weights: FP32 copies of bfloat16 and float16 parameters, which the fused update updates and rounds from.
     backend: "auto", "compiled", "triton" or "reference".
 
-    fold, nonfinite, rounding, amp_scaling, fold_every, bucket_mb, process_group, wire_dtype, shard: only their defaults are
-    supported.
+    fold, nonfinite, rounding, amp_scaling, fold_every, bucket_mb, process_group, wire_dtype, shard: only their defaults
+    are supported.
 
     Memory: 4 bytes per parameter that can get a gradient, from the first `step()` on; masters and moments as asked for.
 
@@ -86,8 +86,8 @@ class FusedAccumOptimizer(Optimizer):
         holder = _wrapped.get(optimizer, lambda: None)()
         if holder is not None and not holder.closed:
             raise ValueError(
-                f"{NAME}: this {type(optimizer).__name__} is wrapped already; use that wrapper, or close() it before wrapping "
-                "the optimizer again"
+                f"{NAME}: this {type(optimizer).__name__} is wrapped already; use that wrapper, or close() it before "
+                "wrapping the optimizer again"
             )
         self._attach(Window(optimizer, length, chosen))
         self._window.warn_about_precision()
@@ -113,14 +113,15 @@ class FusedAccumOptimizer(Optimizer):
         """End a micro-batch: fold the gradients into the window, and update if it is the window's last.
 
         closure: re-evaluates the model under `torch.enable_grad()` before gradients are read; its value is returned.
-        mean_of, sum_of: the loss of this micro-batch was a mean (a sum) over that many items; the window's gradient is then
-            the mean over all its items. A number of at least 0, or a tensor of one element, which is not waited for. 0 folds
-            nothing. All micro-batches of a window are given a count, or none.
+        mean_of, sum_of: the loss of this micro-batch was a mean (a sum) over that many items; the window's gradient is
+            then the mean over all its items. A number of at least 0, or a tensor of one element, which is not waited
+            for. 0 folds nothing. All micro-batches of a window are given a count, or none.
 
         Every `p.grad` is None afterwards. A call without any gradient counts as a micro-batch.
 
-        Raises, with parameters, moments and window as they were: ValueError or TypeError for counts that are not allowed and
-        for gradients that are sparse or of another dtype, shape or device than can be folded; RuntimeError after `close()`.
+        Raises, with parameters, moments and window as they were: ValueError or TypeError for counts that are not
+        allowed and for gradients that are sparse or of another dtype, shape or device than can be folded; RuntimeError
+        after `close()`.
         """
         window = self._window
         self._check_open()
@@ -143,7 +144,7 @@ class FusedAccumOptimizer(Optimizer):
     step.hooked = True  # type: ignore[attr-defined]
 
     def micro_batch(self, *, mean_of: Any = None, sum_of: Any = None, last: bool = False) -> None:
-        """Say ahead of the backward what `step(mean_of=..., sum_of=...)` says after it. For loops that call `step()` bare.
+        """Say ahead of the backward what `step(mean_of=..., sum_of=...)` says after it, for loops with a bare `step()`.
 
         last=True is for reductions over ranks and is not supported.
         """
@@ -158,7 +159,8 @@ class FusedAccumOptimizer(Optimizer):
         if announced is not None and announced != (None, None):
             if mean_of is not None or sum_of is not None:
                 raise ValueError(
-                    f"{NAME}: this micro-batch was given a count by micro_batch() and another by step(); give it in one place"
+                    f"{NAME}: this micro-batch was given a count by micro_batch() and another by step(); give it in "
+                    "one place"
                 )
             return announced
         return self._one_count(mean_of, sum_of)
@@ -167,7 +169,8 @@ class FusedAccumOptimizer(Optimizer):
     def _one_count(mean_of: Any, sum_of: Any) -> tuple[Any, Any]:
         if mean_of is not None and sum_of is not None:
             raise ValueError(
-                f"{NAME}: mean_of={mean_of!r} and sum_of={sum_of!r} were both given; a loss is a mean or a sum: give one"
+                f"{NAME}: mean_of={mean_of!r} and sum_of={sum_of!r} were both given; a loss is a mean or a sum: give "
+                "one"
             )
         mean_of = None if mean_of is None else check_items("mean_of", mean_of)
         sum_of = None if sum_of is None else check_items("sum_of", sum_of)
@@ -269,15 +272,16 @@ class FusedAccumOptimizer(Optimizer):
 
     @property
     def grad_norm(self) -> float | None:
-        """Global L2 norm of the last closed window's mean gradient, before clipping; None before the first. Waits for it."""
+        """Global L2 norm of the last window's mean gradient, before clipping; None before the first. Waits for it."""
         return self._window.grad_norm
 
     def master_grad(self, param: Tensor) -> Tensor:
         """What the open window holds for `param`: float32 (complex64 for complex64), in the parameter's shape.
 
-        The sum so far times 1/steps; with item counts, the sum of count * gradient, not yet divided. In a step pre-hook: the
-        window's mean before clipping, which the hook may write to. Zeros where nothing was folded, and after a boundary.
-        A live view of the flat buffer where there is something: `clone()` it to keep it past the boundary.
+        The sum so far times 1/steps; with item counts, the sum of count * gradient, not yet divided. In a step
+        pre-hook: the window's mean before clipping, which the hook may write to. Zeros where nothing was folded, and
+        after a boundary. A live view of the flat buffer where there is something: `clone()` it to keep it past the
+        boundary.
 
         Raises ValueError for a tensor that is not one of the optimizer's parameters.
         """
@@ -290,7 +294,7 @@ class FusedAccumOptimizer(Optimizer):
             self._window.reset()
 
     def close(self) -> None:
-        """Stop accumulating: an open window is dropped with a warning, and the wrapped optimizer can be wrapped again."""
+        """Stop accumulating: an open window is dropped with a warning; the optimizer can then be wrapped again."""
         window = self._window
         if not window.closed:
             if window.pending:
@@ -305,8 +309,8 @@ class FusedAccumOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer, inside a window too.
 
-        Raises TypeError for parameters that cannot be summed in float32, ValueError for such as the update that was asked for
-        cannot take; the optimizer is as it was then.
+        Raises TypeError for parameters that cannot be summed in float32, ValueError for such as the update that was
+        asked for cannot take; the optimizer is as it was then.
         """
         params = param_group["params"]
         if not isinstance(params, Tensor | list | tuple | set):
@@ -329,8 +333,8 @@ class FusedAccumOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state dict, and the open window under the key "fusedaccum".
 
-        Plain containers and tensors, which `torch.load(weights_only=True)` reads. Tensors are live, as in torch. Without that
-        key it loads into a bare optimizer.
+        Plain containers and tensors, which `torch.load(weights_only=True)` reads. Tensors are live, as in torch.
+        Without that key it loads into a bare optimizer.
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)

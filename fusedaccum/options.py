@@ -111,8 +111,8 @@ def check_optimizer(optimizer: Any) -> None:
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError(
-            f"{NAME}: LBFGS is not supported: it evaluates its closure several times per step, and accumulated gradients "
-            "belong to one point; use it without the wrapper"
+            f"{NAME}: LBFGS is not supported: it evaluates its closure several times per step, and accumulated "
+            "gradients belong to one point; use it without the wrapper"
         )
     check_params([p for group in optimizer.param_groups for p in group["params"]])
 
@@ -123,5 +123,6 @@ def check_params(params: list[Tensor]) -> None:
         if (p.requires_grad or p.grad is not None) and p.dtype not in (*FLOAT_DTYPES, torch.complex64):
             raise TypeError(
                 f"{NAME}: parameter {i} of shape {tuple(p.shape)} is {p.dtype}; gradients are summed in float32, so "
-                "parameters must be float32, bfloat16, float16 or complex64: convert it, or leave it to another optimizer"
+                "parameters must be float32, bfloat16, float16 or complex64: convert it, or leave it to another "
+                "optimizer"
             )

@@ -1,7 +1,7 @@
 """Update rules: reading a `torch.optim` instance, so that a kernel can do what its `step()` would.
 
-The state of the fused update is the wrapped optimizer's own: `optimizer.state[p]` holds what torch would put there, under
-the same keys, and a state that somebody replaced, loaded or cleared is seen at the next update.
+The state of the fused update is the wrapped optimizer's own: `optimizer.state[p]` holds what torch would put there,
+under the same keys, and a state that somebody replaced, loaded or cleared is seen at the next update.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class OptimizerState:
                     break
 
     def _adopt(self, k: int, slots: tuple[str, ...]) -> None:
-        """Make segment k's entries what `optimizer.state` says; a slot that does not hold now keeps what it has there."""
+        """Make segment k's entries what `optimizer.state` says; what it has for other slots stays there."""
         param, buffer = self.buffer.params[k], self.buffer
         state = self.optimizer.state.get(param, {})
         values = {slot: self._conform(k, slot, state.get(slot)) for slot in slots}
@@ -204,7 +204,7 @@ class OptimizerState:
                 f"{tuple(param.shape)}; they must be equal: load a state that belongs to these parameters"
             )
         dtype = self.dtype or (value.dtype if value.dtype in FLOAT_DTYPES else param.dtype)
-        as_it_is = k not in self.buffer.special and value.is_contiguous() or value.stride() == stride
+        as_it_is = (k not in self.buffer.special and value.is_contiguous()) or value.stride() == stride
         if as_it_is and value.dtype == dtype and value.device == param.device:
             return value
         return torch.empty_strided(param.shape, stride, dtype=dtype, device=param.device).copy_(value)

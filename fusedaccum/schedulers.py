@@ -12,12 +12,12 @@ from fusedaccum.optimizer import FusedAccumOptimizer
 class GatedScheduler(LRScheduler):
     """Advances `scheduler` where `optimizer` has updated since the last call, however often `step()` is called.
 
-    scheduler: any scheduler of torch.optim.lr_scheduler, ReduceLROnPlateau included, built on the wrapper or on the wrapped
-        optimizer. optimizer: the FusedAccumOptimizer whose `updates` are counted.
+    scheduler: any scheduler of torch.optim.lr_scheduler, ReduceLROnPlateau included, built on the wrapper or on the
+        wrapped optimizer. optimizer: the FusedAccumOptimizer whose `updates` are counted.
 
     Call `step()` after every micro-batch, or once a window: both are right. Whatever `step` is given (a metric, for
-    ReduceLROnPlateau) goes to `scheduler.step`. A call advances it once or not at all, so that a schedule over epochs, stepped
-    once an epoch, stays one. Everything else (`get_last_lr`, `last_epoch`, ...) is the scheduler's own.
+    ReduceLROnPlateau) goes to `scheduler.step`. A call advances it once or not at all, so that a schedule over epochs,
+    stepped once an epoch, stays one. Everything else (`get_last_lr`, `last_epoch`, ...) is the scheduler's own.
 
     Raises TypeError for anything that is not a FusedAccumOptimizer or has no `step`.
     """
@@ -25,12 +25,13 @@ class GatedScheduler(LRScheduler):
     def __init__(self, scheduler: Any, optimizer: FusedAccumOptimizer) -> None:
         if not isinstance(optimizer, FusedAccumOptimizer):
             raise TypeError(
-                f"GatedScheduler: optimizer is a {type(optimizer).__name__} and must be the FusedAccumOptimizer whose updates "
-                "are counted; a bare optimizer needs no gate"
+                f"GatedScheduler: optimizer is a {type(optimizer).__name__} and must be the FusedAccumOptimizer "
+                "whose updates are counted; a bare optimizer needs no gate"
             )
         if not callable(getattr(scheduler, "step", None)) or isinstance(scheduler, GatedScheduler):
             raise TypeError(
-                f"GatedScheduler: scheduler is a {type(scheduler).__name__} and must be a torch.optim.lr_scheduler scheduler"
+                f"GatedScheduler: scheduler is a {type(scheduler).__name__} and must be a torch.optim.lr_scheduler "
+                "scheduler"
             )
         self.scheduler = scheduler
         self.gate = optimizer

@@ -22,8 +22,8 @@ class Masters:
     def refresh(self, segments: list[int]) -> None:
         """Make a master where there is none, and derive it again where its parameter was changed from outside.
 
-        A change shows in the parameter's version counter or address. Elements that still equal the master's rounding keep
-        the master's value, so that a write that changed nothing costs no precision.
+        A change shows in the parameter's version counter or address. Elements that still equal the master's rounding
+        keep the master's value, so that a write that changed nothing costs no precision.
         """
         for k in segments:
             param = self.buffer.params[k]

@@ -80,8 +80,9 @@ class Window:
         if low:
             needs = "" if self.update.name == "fused" else " (which needs the fused update: AdamW, Adam or SGD)"
             warnings.warn(
-                f"{NAME}: {len(low)} parameters are {low[0].dtype} and are updated without FP32 masters, which loses most small "
-                f"updates (0.5 - 3e-4 is 0.5 in bfloat16); pass master_weights=True{needs}, or keep the parameters in float32",
+                f"{NAME}: {len(low)} parameters are {low[0].dtype} and are updated without FP32 masters, which loses "
+                f"most small updates (0.5 - 3e-4 is 0.5 in bfloat16); pass master_weights=True{needs}, or keep the "
+                "parameters in float32",
                 UserWarning,
                 stacklevel=3,
             )
@@ -106,7 +107,7 @@ class Window:
     # Where gradients go
 
     def locate(self) -> None:
-        """See to it that `buffers` fit the optimizer's parameters as they are now; sums of an open window move along."""
+        """Make `buffers` fit the optimizer's parameters as they are now; sums of an open window move along."""
         groups = self.optimizer.param_groups
         params = [p for group in groups for p in group["params"]]
         sizes = [len(group["params"]) for group in groups]
@@ -232,8 +233,8 @@ class Window:
         if buffer is None or not buffer.is_touched(k):
             if buffer is None and not any(param is p for group in self.optimizer.param_groups for p in group["params"]):
                 raise ValueError(
-                    f"{NAME}: master_grad was given a tensor of shape {tuple(param.shape)} that is not a parameter of the "
-                    "optimizer; pass one of param_groups' parameters"
+                    f"{NAME}: master_grad was given a tensor of shape {tuple(param.shape)} that is not a parameter "
+                    "of the optimizer; pass one of param_groups' parameters"
                 )
             dtype = torch.complex64 if param.is_complex() else torch.float32
             return torch.zeros_like(param, dtype=dtype, requires_grad=False)
@@ -344,8 +345,8 @@ class Window:
 def warn_open_window(window: Window, what: str) -> None:
     """Say that an open window goes away, with what would have kept it."""
     warnings.warn(
-        f"{NAME} {what} with an open window: {window.pending} of {window.length} micro-batches were summed and never reached "
-        "the parameters; flush() applies them, reset() drops them, state_dict() keeps them",
+        f"{NAME} {what} with an open window: {window.pending} of {window.length} micro-batches were summed and never "
+        "reached the parameters; flush() applies them, reset() drops them, state_dict() keeps them",
         UserWarning,
         stacklevel=3,
     )
