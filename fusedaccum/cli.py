@@ -28,8 +28,8 @@ apart. Takes about a minute on 2 cores with the defaults."""
 DEMO_EXAMPLES = f"""\
 examples:
   python -m fusedaccum demo
-  python -m fusedaccum demo --updates 40 --out /tmp/demo
-  python -m fusedaccum demo --steps 32 --rows 1
+  python -m fusedaccum demo --updates 60 --out /tmp/demo
+  python -m fusedaccum demo --steps 64 --updates 60
 
 {EXIT_CODES}"""
 

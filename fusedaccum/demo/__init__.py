@@ -24,7 +24,7 @@ from .progress import Progress
 from .report import findings, introduction, table
 from .results import LABELS, Results
 from .settings import Settings
-from .train import build_model, distances_by_length, train
+from .train import build_model, distances_by_length, train_run
 
 __all__ = ["HEAD_SIZE", "Results", "Settings", "run_demo"]
 
@@ -50,7 +50,7 @@ def run_demo(settings: Settings, out: Path, stream: TextIO = sys.stdout) -> Resu
     print(introduction(results), file=stream, flush=True)
     for name, (dtype, loop) in LOOPS.items():
         contender = loop(build_model(corpus, settings, dtype), settings)
-        results.runs[name] = train(corpus, settings, contender, Progress(LABELS[name], settings.updates, stream))
+        results.runs[name] = train_run(corpus, settings, contender, Progress(LABELS[name], settings.updates, stream))
         if name == "fused":
             results.by_length = distances_by_length(contender.model, settings, corpus.train)
     results.seconds = time.perf_counter() - began

@@ -130,6 +130,6 @@ def draw_bars(ax: Axes, lengths: dict[str, list[float]], notes: list[str]) -> No
     for index, (end, note) in enumerate(zip(ends, notes, strict=True)):
         ax.annotate(note, (end, index), xytext=(5, 0), textcoords="offset points", va="center")
     ax.invert_yaxis()
-    ax.set_xlim(0, 1.3 * max(ends))
+    ax.set_xlim(0, 1.4 * max(ends))
     ax.grid(visible=False, axis="y")
     ax.legend(ncols=3, loc="upper center", bbox_to_anchor=(0.45, -0.16), columnspacing=1, handlelength=1)

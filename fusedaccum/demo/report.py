@@ -123,6 +123,6 @@ def memory(results: Results) -> str:
 def time(results: Results) -> str:
     fused, bf16 = results.runs["fused"], results.runs["bf16"]
     return (
-        f"Folding and stepping took {fused.overhead:.1%} of it. With bf16 sums stepping took {bf16.overhead:.1%}; "
+        f"Folding and stepping took {fused.overhead:.1%} of our run. With bf16 sums stepping took {bf16.overhead:.1%}; "
         "the adding is inside the backward there."
     )

@@ -14,13 +14,13 @@ from torch.optim import AdamW
 class Settings:
     """What every run shares. A window is `steps` micro-batches of `rows` sequences of `context` tokens."""
 
-    updates: int = 160
+    updates: int = 300
     steps: int = 8
-    rows: int = 2
+    rows: int = 1
     context: int = 128
     width: int = 128
-    layers: int = 3
-    learning_rate: float = 2e-3
+    layers: int = 2
+    learning_rate: float = 1.5e-3
     max_norm: float = 1.0
     seed: int = 0
     backend: str = "auto"

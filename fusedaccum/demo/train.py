@@ -39,7 +39,7 @@ def observed_windows(updates: int) -> set[int]:
     return {round(index * (updates - 1) / max(1, count - 1)) for index in range(count)}
 
 
-def train(corpus: Corpus, settings: Settings, loop: Loop, progress: Callable[[int, float], None]) -> Run:
+def train_run(corpus: Corpus, settings: Settings, loop: Loop, progress: Callable[[int, float], None]) -> Run:
     """Train `loop` on the common data, then try it on the held-out text. Calls progress(updates done, last loss)."""
     losses: list[float] = []
     laps: list[dict[str, float]] = []
