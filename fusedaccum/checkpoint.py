@@ -18,6 +18,7 @@ from fusedaccum.window import PLAIN, WEIGHTED, Window
 KEY = "fusedaccum"
 VERSION = 1
 MODES = (None, PLAIN, WEIGHTED)
+REDUCTIONS = ("mean", "sum")
 
 
 def _positions(window: Window) -> dict[int, Tensor]:
@@ -45,6 +46,7 @@ def save(window: Window) -> dict[str, Any]:
         "version": VERSION,
         "steps": window.length if window.pending else window.steps,
         "pending": window.pending,
+        "reduction": window.options.reduction,
         "mode": window.mode,
         "items": window.items,
         "updates": window.updates,
@@ -69,8 +71,13 @@ def check(window: Window, saved: Any) -> None:
             isinstance(saved[name], numbers.Integral) and saved[name] >= 0
             for name in ("steps", "pending", "updates", "skipped_windows", "skipped_micro_batches")
         )
-        if not numbers_ok or saved["steps"] < 1 or saved["mode"] not in MODES:
+        if not numbers_ok or saved["steps"] < 1 or saved["mode"] not in MODES or saved["reduction"] not in REDUCTIONS:
             raise ValueError(f"{NAME}: state_dict[{KEY!r}] holds counts that cannot be; the file is damaged")
+        if saved["mode"] == WEIGHTED and window.options.reduction == "sum":
+            raise ValueError(
+                f"{NAME}: the saved window counts items and this wrapper has reduction='sum', which has no use for "
+                "them; load it with reduction='mean'"
+            )
         for i, value in chain(saved["sums"].items(), saved["masters"].items()):
             if i not in positions or value.shape != positions[i].shape:
                 has = f"shape {tuple(positions[i].shape)}" if i in positions else "no such parameter"
@@ -117,7 +124,9 @@ def _take_counts(window: Window, saved: dict[str, Any]) -> None:
     window.mode = saved["mode"]
     window.pending = saved["pending"]
     window.saved = True
-    if saved["steps"] != window.steps and window.pending:
+    if not window.pending:
+        return
+    if saved["steps"] != window.steps:
         warnings.warn(
             f"{NAME}: the loaded window was begun with steps={saved['steps']} and this wrapper has "
             f"steps={window.steps}; its {window.pending} micro-batches are kept and the window closes at "
@@ -125,8 +134,11 @@ def _take_counts(window: Window, saved: dict[str, Any]) -> None:
             UserWarning,
             stacklevel=5,
         )
-        if window.mode == PLAIN and window.options.reduction == "mean":
-            window.rescale(saved["steps"] / window.steps)
+    if window.mode == PLAIN:
+        scale_was = saved["steps"] if saved["reduction"] == "mean" else 1
+        scale_is = window.steps if window.options.reduction == "mean" else 1
+        if scale_was != scale_is:
+            window.rescale(scale_was / scale_is)
 
 
 def _own_state(window: Window, state: dict[Any, Any], positions: dict[int, Tensor]) -> None:

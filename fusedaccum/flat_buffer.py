@@ -80,7 +80,13 @@ class FlatBuffer:
         self._scale = torch.ones(1, dtype=torch.float32, device=device)
         self._scale_value = 1.0
         self._views: weakref.WeakSet[Tensor] = weakref.WeakSet()
+        self._addresses = [p.data_ptr() for p in params]
         self.touched = False
+
+    def at_new_address(self) -> bool:
+        """Whether the parameters lie elsewhere in memory than at construction or the last call."""
+        before, self._addresses = self._addresses, [p.data_ptr() for p in self.params]
+        return self._addresses != before
 
     def matches(self, params: Sequence[Tensor]) -> bool:
         """Whether this buffer, as it is, can hold the gradients of `params`: same objects, sizes, order in memory."""

@@ -75,9 +75,13 @@ def discard(params: list[Tensor]) -> None:
         p.grad = None
 
 
-def follow(window: Window) -> None:
-    """Rebuild the buffers if a parameter has changed its shape, device or order in memory since they were built."""
-    if any(buffer.moved() for buffer in window.buffers):
+def follow(window: Window, thorough: bool) -> None:
+    """Rebuild the buffers if a parameter has changed its place, shape, device or order in memory since they were built.
+
+    thorough: look at all of it; else at the address, which a change of any of it seldom leaves alone.
+    """
+    at_new_address = [buffer for buffer in window.buffers if buffer.at_new_address()]
+    if at_new_address or (thorough and any(buffer.moved() for buffer in window.buffers)):
         window.rebuild()
 
 

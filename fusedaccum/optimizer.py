@@ -150,8 +150,11 @@ class FusedAccumOptimizer(Optimizer):
         """
         self._check_open()
         if last:
-            raise ValueError(f"{NAME}: micro_batch(last={last!r}) is not supported (reducing the window over ranks)")
+            raise ValueError(
+                f"{NAME}: micro_batch(last={last!r}) is not supported (reducing the window over ranks); leave it out"
+            )
         mean_of, sum_of = self._one_count(mean_of, sum_of)
+        self._window.check_mode(mean_of is not None or sum_of is not None)
         self._window.announced = (mean_of, sum_of)
 
     def _counts(self, mean_of: Any, sum_of: Any) -> tuple[Any, Any]:
@@ -188,7 +191,7 @@ class FusedAccumOptimizer(Optimizer):
         Returns whether the parameters were updated; False, and nothing done, where the window is empty.
         """
         self._check_open()
-        if self._window.pending == 0:
+        if self._window.nothing_to_flush():
             return False
         with torch.no_grad():
             self._close_window()

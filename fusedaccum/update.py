@@ -188,7 +188,7 @@ class WrappedUpdate:
     def apply(self, buffers: list[FlatBuffer]) -> None:
         """Set `p.grad` of every touched parameter, call `optimizer.step()`, set it to None again.
 
-        float32 and complex64 gradients are views of the flat buffer, so only lower precisions take memory.
+        The gradients are the optimizer's to keep. They take the memory of a micro-batch's gradients, freed just before.
         """
         held = []
         for buffer in buffers:
@@ -201,20 +201,17 @@ class WrappedUpdate:
 
     def _give_gradients(self, buffer: FlatBuffer) -> list[Tensor]:
         segments = buffer.touched_segments()
-        absent = torch.empty(0, device=buffer.device)
-        grads: list[Tensor] = [absent] * len(buffer.params)
-        shaped: dict[int, Tensor] = {}
+        grads = [torch.empty(0, device=buffer.device)] * len(buffer.params)
         for k in segments:
-            param = buffer.params[k]
-            if param.dtype not in (torch.float32, torch.complex64):
-                grads[k] = torch.empty(buffer.numels[k], dtype=param.dtype, device=buffer.device)
-                shaped[k] = grads[k].as_strided(buffer.shapes[k], buffer.strides[k])
-        if shaped:
-            buffer.backend.emit(buffer.flat, buffer.marks, buffer.segments, buffer.tiles, buffer.scalars, grads)
-        if len(shaped) < len(segments):
-            buffer.rescale(buffer.scalars[:1])
+            dtype = buffer.params[k].dtype
+            real = torch.float32 if dtype.is_complex else dtype
+            grads[k] = torch.empty(buffer.numels[k], dtype=real, device=buffer.device)
+        buffer.backend.emit(buffer.flat, buffer.marks, buffer.segments, buffer.tiles, buffer.scalars, grads)
         for k in segments:
-            buffer.params[k].grad = shaped[k] if k in shaped else buffer.view(k)
+            param, grad = buffer.params[k], grads[k]
+            if param.is_complex():
+                grad = torch.view_as_complex(grad.view(-1, 2))
+            param.grad = grad.as_strided(buffer.shapes[k], buffer.strides[k])
         return [buffer.params[k] for k in segments]
 
 

@@ -43,7 +43,9 @@ class Window:
         self.saved = False  # whether the open window, as it is, was written out
         self._updates = 0
         self._skipped_windows = 0
-        self._verdicts: list[Tensor] = []  # skip flags of updates whose outcome nobody has read yet
+        # Updates that the device may have skipped and whose outcome nobody has read, and how many of them it skipped.
+        self._undecided = 0
+        self._undecided_skips: Tensor | None = None
         self._updated: bool | Tensor = False  # of the last step() or flush(); a tensor is its skip flag
         self.params: list[Tensor] = []
         self._unplaced: list[Tensor] = []
@@ -69,7 +71,10 @@ class Window:
         for name, default in (("state_dtype", None), ("master_weights", False)):
             if (value := getattr(options, name)) != default:
                 why = "update='wrapped' was asked for" if options.update == "wrapped" else reason
-                raise ValueError(f"{NAME}: {name}={value!r} needs the fused update, not possible because {why}")
+                raise ValueError(
+                    f"{NAME}: {name}={value!r} needs the fused update, which is not possible because {why}; leave "
+                    f"{name} out, or give an optimizer and parameters that can be fused"
+                )
         return WrappedUpdate(self.optimizer)
 
     def warn_about_precision(self) -> None:
@@ -95,11 +100,7 @@ class Window:
 
         It runs before the state exists, with every learning rate 0 and every gradient exactly zero.
         """
-        if (
-            self.pending
-            or self.optimizer.state
-            or any(group.get("lr", 1.0) != 0 for group in self.optimizer.param_groups)
-        ):
+        if self.optimizer.state or any(group.get("lr", 1.0) != 0 for group in self.optimizer.param_groups):
             return False
         grads = [p.grad for p in self._trainable()]
         return bool(grads) and all(g is not None and not g.is_sparse and not bool(g.any()) for g in grads)
@@ -121,7 +122,7 @@ class Window:
         groups = self.optimizer.param_groups
         params = [p for group in groups for p in group["params"]]
         check_params(params)
-        if self.params and (chosen := self.choose_update()).name != self.update.name:
+        if (chosen := self.choose_update()).name != self.update.name:
             self.update = chosen
         old = self.buffers
         self.buffers = folding.build(params, old, self.options.backend, also)
@@ -138,15 +139,19 @@ class Window:
     def micro_batch(self, mean_of: float | Tensor | None, sum_of: float | Tensor | None) -> None:
         """Fold the gradients that are there and count the micro-batch. Raises before anything is changed."""
         weighted = mean_of is not None or sum_of is not None
-        self._check_mode(WEIGHTED if weighted else PLAIN)
+        self.check_mode(weighted)
         length = self.length if self.pending else self.steps
         scale: float | Tensor = 1.0
         if mean_of is not None:
             scale = mean_of
+        elif isinstance(sum_of, Tensor):
+            scale = sum_of != 0
         elif not weighted and self.options.reduction == "mean":
             scale = 1.0 / length
         items = mean_of if mean_of is not None else sum_of
         self.locate()
+        if self.pending == 0:
+            folding.follow(self, thorough=False)
         last = self.pending + 1 >= length
         if isinstance(items, float) and items == 0.0:
             folding.discard(self.params)
@@ -160,8 +165,10 @@ class Window:
         self._updated = False
         self.saved = False
 
-    def _check_mode(self, mode: str) -> None:
-        if mode == WEIGHTED and self.options.reduction == "sum":
+    def check_mode(self, weighted: bool) -> None:
+        """Refuse a micro-batch with item counts, or without, where the window cannot take it."""
+        mode = WEIGHTED if weighted else PLAIN
+        if weighted and self.options.reduction == "sum":
             raise ValueError(
                 f"{NAME}: mean_of and sum_of are per-item means and reduction='sum' adds micro-batches up; "
                 "leave the item counts out, or use reduction='mean'"
@@ -192,7 +199,7 @@ class Window:
         """
         if self.pending:
             self.locate()
-            folding.follow(self)
+            folding.follow(self, thorough=True)
         touched = [buffer for buffer in self.buffers if buffer.touched]
         if not touched:
             self._begin()
@@ -200,13 +207,9 @@ class Window:
         self._run_pre_hooks(pre_hooks, touched)
         self.update.prepare(touched)
         skip = self._set_scalars(touched)
-        done = False
-        try:
-            if self.update.name == "fused" or skip is None or not bool(skip):
-                self.update.apply(touched)
-                done = self.update.name == "fused"
-        finally:
-            self._begin(views_are_zero=done)
+        if self.update.name == "fused" or skip is None or not bool(skip):
+            self.update.apply(touched)
+        self._begin(views_are_zero=self.update.name == "fused")
         self._count(skip)
         post_hooks()
 
@@ -266,14 +269,15 @@ class Window:
             divisor = self._divisor
             buffer.close_window(total.to(buffer.device), divisor, max_norm)
         self._norm = first.scalars[2]
-        return first.scalars[1].clone() if isinstance(self._divisor, Tensor) else None
+        return first.scalars[1].long() if isinstance(self._divisor, Tensor) else None
 
     def _count(self, skip: Tensor | None) -> None:
         if skip is None:
             self._updates += 1
             self._updated = True
         else:
-            self._verdicts.append(skip)
+            self._undecided += 1
+            self._undecided_skips = skip if self._undecided_skips is None else self._undecided_skips + skip
             self._updated = skip
 
     def _begin(self, views_are_zero: bool = False) -> None:
@@ -284,6 +288,12 @@ class Window:
         self.items = 0.0
         self.length = self.steps
         self._updated = False
+
+    def nothing_to_flush(self) -> bool:
+        """Whether the window is empty, which makes this call one that updated nothing."""
+        if self.pending == 0:
+            self._updated = False
+        return self.pending == 0
 
     def reset(self) -> None:
         """Drop what the window holds; the next micro-batch begins a new one."""
@@ -325,15 +335,15 @@ class Window:
         return self.pending + 1 >= (self.length if self.pending else self.steps)
 
     def _read_verdicts(self) -> None:
-        for skip in self._verdicts:
-            skipped = bool(skip)
+        if self._undecided_skips is not None:
+            skipped = int(self._undecided_skips)
             self._skipped_windows += skipped
-            self._updates += not skipped
-        self._verdicts.clear()
+            self._updates += self._undecided - skipped
+            self._undecided, self._undecided_skips = 0, None
 
     def set_counts(self, updates: int, skipped_windows: int, skipped_micro_batches: int) -> None:
         """Set what was counted, when a state is loaded."""
-        self._verdicts.clear()
+        self._undecided, self._undecided_skips = 0, None
         self._updates, self._skipped_windows, self._updated = updates, skipped_windows, False
         self.skipped_micro_batches = skipped_micro_batches
 
