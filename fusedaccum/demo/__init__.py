@@ -50,7 +50,8 @@ def run_demo(settings: Settings, out: Path, stream: TextIO = sys.stdout) -> Resu
     print(introduction(results), file=stream, flush=True)
     for name, (dtype, loop) in LOOPS.items():
         contender = loop(build_model(corpus, settings, dtype), settings)
-        results.runs[name] = train_run(corpus, settings, contender, Progress(LABELS[name], settings.updates, stream))
+        progress = Progress(f"{LABELS[name]:<10}", settings.updates, stream)
+        results.runs[name] = train_run(corpus, settings, contender, progress)
         if name == "fused":
             results.by_length = distances_by_length(contender.model, settings, corpus.train)
     results.seconds = time.perf_counter() - began
