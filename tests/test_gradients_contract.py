@@ -95,6 +95,21 @@ def test_master_grad_of_a_weighted_window():
     assert seen == [1.5]
 
 
+@pytest.mark.parametrize("end", ["boundary", "flush", "reset"])
+@both_updates
+def test_a_view_that_is_kept_reads_zero_after_the_window(update, end):
+    toy = Toy(2, n=70, update=update)
+    toy.micro(torch.full((70,), 3.0))
+    view = toy.w.master_grad(toy.p)
+    if end == "boundary":
+        toy.micro(torch.full((70,), 5.0))
+    else:
+        getattr(toy.w, end)()
+    assert torch.equal(view, torch.zeros(70))
+    toy.micro(torch.full((70,), 8.0))
+    assert torch.equal(view, toy.w.master_grad(toy.p))
+
+
 def test_master_grad_of_a_stranger():
     with pytest.raises((KeyError, ValueError), match="parameter"):
         Toy().run([1]).w.master_grad(torch.nn.Parameter(torch.zeros(1)))
@@ -118,10 +133,12 @@ def test_a_pre_hook_may_edit_the_gradient(update, end, max_norm):
     assert toy.value == pytest.approx([-3.0 * factor, -4.0 * factor], rel=2e-6)
 
 
+@pytest.mark.parametrize("end", ["boundary", "flush", "weighted"])
 @pytest.mark.parametrize("looked", [False, True])
 @both_updates
-def test_a_pre_hook_that_raises_leaves_the_window_as_it_was(update, looked):
-    toy = Toy(2, update=update)
+def test_a_pre_hook_that_raises_leaves_the_window_as_it_was(update, looked, end):
+    toy = Toy(8 if end == "flush" else 2, update=update)
+    weight = {"mean_of": 5} if end == "weighted" else {}
 
     def refuse(optimizer, args, kwargs):
         if looked:
@@ -129,12 +146,14 @@ def test_a_pre_hook_that_raises_leaves_the_window_as_it_was(update, looked):
         raise LookupError("not now")
 
     handle = toy.w.register_step_pre_hook(refuse)
-    toy.micro(2)
+    toy.micro(2, **weight)
     toy.backward(4)
-    with pytest.raises(LookupError, match="not now"):
+    if end == "flush":
         toy.w.step()
+    with pytest.raises(LookupError, match="not now"):
+        toy.w.flush() if end == "flush" else toy.w.step(**weight)
     assert (toy.value, toy.w.updates, toy.w.pending) == (0.0, 0, 2)
-    assert toy.w.master_grad(toy.p).item() == 3.0
+    assert toy.w.master_grad(toy.p).item() == {"boundary": 3.0, "flush": 0.75, "weighted": 30.0}[end]
     handle.remove()
     assert toy.w.flush()
     assert (toy.value, toy.w.pending) == (-3.0, 0)

@@ -107,6 +107,62 @@ def test_a_model_that_changes_its_dtype(update):
 
 
 @both_updates
+def test_changes_between_the_last_fold_and_a_flush(update):
+    """Another storage, another order in memory, another group: the sum finds its parameter."""
+    p, q, r = (torch.nn.Parameter(torch.zeros(2, 3)) for _ in range(3))
+    w = wrap(SGD([p, q, r], lr=1.0), steps=4, update=update)
+    g = torch.arange(6.0).view(2, 3)
+    for zero_first in (0, 1):
+        set_grads([p, q, r], [g * zero_first] * 3)
+        w.step()
+        if not zero_first:
+            w.flush()
+    p.data = torch.full((2, 3), 10.0)
+    q.data = torch.zeros(3, 2).t()
+    assert w.param_groups[0]["params"].pop() is r
+    w.add_param_group({"params": [r], "lr": 2.0})
+    w.flush()
+    assert torch.equal(p.detach(), 10 - g)
+    assert torch.equal(q.detach(), -g)
+    assert torch.equal(r.detach(), -2 * g)
+
+
+@both_updates
+def test_a_frozen_parameter_whose_gradient_is_set_by_hand(update):
+    """torch.optim asks for a gradient, not for requires_grad."""
+    p, frozen = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+    w = wrap(SGD([p, frozen], lr=1.0), steps=2, update=update)
+    train_wrapped(w, [[[torch.ones(2), None]] * 2, [[torch.ones(2), torch.full((2,), 3.0)]] * 2])
+    assert (p.tolist(), frozen.tolist()) == ([-2.0] * 2, [-3.0] * 2)
+
+
+@both_updates
+def test_frozen_inside_a_window(update):
+    """What was summed before is applied, also where the buffer is built anew after it."""
+    p, q, new = (torch.nn.Parameter(torch.zeros(2)) for _ in range(3))
+    w = wrap(SGD([p, q], lr=1.0), steps=2, update=update)
+    set_grads([p, q], [torch.full((2,), 4.0), torch.ones(2)])
+    w.step()
+    p.requires_grad_(False)
+    w.add_param_group({"params": [new]})
+    set_grads([q, new], [torch.ones(2), torch.ones(2)])
+    w.step()
+    assert (p.tolist(), q.tolist(), new.tolist()) == ([-2.0] * 2, [-1.0] * 2, [-0.5] * 2)
+
+
+def test_masters_survive_a_buffer_that_is_built_anew():
+    """16 updates of 2^-12 are 2^-8: a master derived again from its bf16 parameter half-way would lose the first 8."""
+    p = torch.nn.Parameter(torch.full((70,), 0.75, dtype=torch.bfloat16))
+    w = wrap(SGD([p], lr=2.0**-12), steps=1, master_weights=True)
+    for k in range(16):
+        if k == 6:
+            w.add_param_group({"params": [torch.nn.Parameter(torch.zeros(130, dtype=torch.bfloat16))]})
+        set_grads([p], [torch.ones(70)])
+        w.step()
+    assert torch.equal(p.detach(), torch.full((70,), 0.75 - 2.0**-8).bfloat16())
+
+
+@both_updates
 def test_unfrozen_in_the_middle(update):
     p, q = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2), requires_grad=False)
     w = wrap(AdamW([p, q], lr=0.1, weight_decay=0.5), steps=2, update=update)

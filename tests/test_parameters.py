@@ -116,27 +116,28 @@ def test_a_slice_leaves_its_neighbours_alone():
 
 
 def layouts_of(g):
-    """The same 4 x 6 values in every layout in which a gradient can arrive."""
-    every_second = torch.full((4, 12), float("nan"))
+    """The same matrix in every layout in which a gradient can arrive."""
+    every_second = torch.full((g.shape[0], 2 * g.shape[1]), float("nan"))
     every_second[:, ::2] = g
-    shifted = torch.full((25,), float("nan"))
+    shifted = torch.full((g.numel() + 1,), float("nan"))
     shifted[1:] = g.reshape(-1)
     return {
         "contiguous": g.clone(),
         "transposed": g.t().contiguous().t(),
         "strided": every_second[:, ::2],
-        "unaligned": shifted[1:].view(4, 6),
+        "unaligned": shifted[1:].view(g.shape),
     }
 
 
 @every_maker
 @both_updates
+@pytest.mark.parametrize("shape", [(4, 6), (5, 5)])
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "strided", "unaligned"])
-def test_layouts_of_gradients(layout, update, make):
-    g = uniform(4, 6, seed=1)
+def test_layouts_of_gradients(layout, shape, update, make):
+    g = uniform(*shape, seed=1)
     runs = []
     for chosen in ("contiguous", layout):
-        p = plain((4, 6))
+        p = plain(shape)
         w = wrap(make([p]), steps=2, update=update)
         for _ in range(4):
             p.grad = layouts_of(g)[chosen]

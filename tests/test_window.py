@@ -268,6 +268,16 @@ def test_a_weight_said_before_is_used_once():
     assert params_of(w)[0].item() == 0.0
 
 
+def test_reset_forgets_a_weight_that_was_said():
+    params = [torch.nn.Parameter(torch.zeros(n)) for n in SIZES]
+    w = wrap(SGD(params, lr=1.0), 2)
+    w.micro_batch(mean_of=7)
+    w.reset()
+    for g in (1, 3):
+        play(w, params, Micro((g, g, g)))
+    assert [p[0].item() for p in params] == [-2.0] * 3
+
+
 def test_weights_may_be_fractions():
     params = [torch.nn.Parameter(torch.zeros(n)) for n in SIZES]
     w = wrap(SGD(params, lr=1.0), 2)
