@@ -19,9 +19,9 @@ T* data(const Tensor& t) {
   return static_cast<T*>(t.data_ptr());
 }
 
-// Non-temporal stores write past the caches. Below this many elements (16 MB) what is written may still be in a cache
+// Non-temporal stores write past the caches. Below this many elements (32 MB) what is written may still be in a cache
 // when it is read again.
-constexpr int64_t kStreamFrom = int64_t(4) << 20;
+constexpr int64_t kStreamFrom = int64_t(8) << 20;
 
 // What all operators on the flat buffer share.
 struct Call {

@@ -153,23 +153,33 @@ class OptimizerState:
         self.lists = {slot: [self.absent] * len(buffer.params) for slot in rule.slots}
         self.known: dict[str, list[Tensor | None]] = {slot: [None] * len(buffer.params) for slot in rule.slots}
         self.step_views = list(buffer.steps.unbind()) if rule.counts_steps else []
+        self.entries: list[dict[str, Any]] = [{}] * len(buffer.params)
+        self.entries_of: list[int] = []  # identities of the optimizer's entries when `entries` was filled
 
     def refresh(self, segments: list[int], group_of: list[dict[str, Any]]) -> None:
         """Take up what `optimizer.state` holds now for `segments`; create what is missing, as torch does, with zeros.
 
         Raises ValueError for an entry of another shape than its parameter; nothing of that segment was changed then.
         """
+        # Looking a tensor up costs a call of its __hash__. `entries` keeps the dicts alive: no identity is used again.
+        if (entries_of := list(map(id, self.optimizer.state.values()))) != self.entries_of:
+            self.entries = [self.optimizer.state.get(p, {}) for p in self.buffer.params]
+            self.entries_of = entries_of
+        slots_of = {id(group): self.rule.slots_of(group) for group in self.optimizer.param_groups}
         for k in segments:
-            slots = self.rule.slots_of(group_of[k])
-            state = self.optimizer.state.get(self.buffer.params[k], {})
+            state, slots = self.entries[k], slots_of[id(group_of[k])]
             if self.rule.counts_steps and state.get("step") is not self.step_views[k]:
                 self._adopt(k, slots)
                 continue
-            for slot in self.rule.slots:
+            for slot, known in self.known.items():
                 wanted = state.get(slot) if slot in slots else None
-                if wanted is not self.known[slot][k] or (slot in slots and wanted is None):
+                if wanted is not known[k] or (slot in slots and wanted is None):
                     self._adopt(k, slots)
                     break
+
+    def listed(self, slot: str) -> list[Tensor]:
+        """The kernel's list for `slot`: empty where no segment has it, which spares the operator a look at each."""
+        return self.lists[slot] if any([value is not None for value in self.known[slot]]) else []
 
     def _adopt(self, k: int, slots: tuple[str, ...]) -> None:
         """Make segment k's entries what `optimizer.state` says; what it has for other slots stays there."""

@@ -128,8 +128,8 @@ class _FusedSide:
 
     def prepare(self) -> None:
         buffer, groups = self.buffer, self.update.optimizer.param_groups
-        position = {p: g for g, group in enumerate(groups) for p in group["params"]}
-        index = [position[p] for p in buffer.params]
+        position = {id(p): g for g, group in enumerate(groups) for p in group["params"]}
+        index = [position[id(p)] for p in buffer.params]
         if self.groups is None or index != self.group_index:
             self.groups = torch.tensor(index, dtype=torch.int64, device=buffer.device)
             self.group_index = index
@@ -161,7 +161,7 @@ class _FusedSide:
             self.groups,
             self.table.read(self.update.optimizer.param_groups),
             params,
-            *(self.state.lists[slot] for slot in rule.slots),
+            *(self.state.listed(slot) for slot in rule.slots),
             self.masters.tensors if self.masters is not None else [],
             buffer.handed_out,
         )
