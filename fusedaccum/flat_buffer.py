@@ -130,10 +130,16 @@ class FlatBuffer:
                 grads[k] = in_memory_order(grad, self.strides[k])
         return grads
 
+    def _scalar(self, value: float | Tensor) -> Tensor:
+        """`value`, a number or a tensor of one element anywhere, as float32[1] on this device."""
+        if isinstance(value, Tensor):
+            return value.detach().to(device=self.device, dtype=torch.float32).reshape(1)
+        return torch.full((1,), value, dtype=torch.float32, device=self.device)
+
     def fold(self, grads: list[Tensor | None], scale: float | Tensor, norm: bool) -> None:
         """Fold one micro-batch. grads: n entries. scale: a number, or a tensor of one element on any device."""
         if isinstance(scale, Tensor):
-            factor = scale.detach().to(device=self.device, dtype=torch.float32).reshape(1)
+            factor = self._scalar(scale)
         else:
             if scale != self._scale_value:
                 self._scale.fill_(scale)
@@ -158,10 +164,8 @@ class FlatBuffer:
         self.backend.close_window(self.scalars, self.steps, self.marks, total, self.divisor, max_norm)
 
     def rescale(self, factor: float | Tensor) -> None:
-        """Multiply what this window holds by `factor`, a number or float32[1] on this device."""
-        if not isinstance(factor, Tensor):
-            factor = torch.tensor([factor], dtype=torch.float32, device=self.device)
-        self.backend.rescale(self.flat, self.marks, self.segments, self.tiles, factor)
+        """Multiply what this window holds by `factor`, a number or a tensor of one element on any device."""
+        self.backend.rescale(self.flat, self.marks, self.segments, self.tiles, self._scalar(factor))
 
     def stale_norm(self) -> None:
         """Forget the partial sums: somebody may have written to the segments."""

@@ -84,15 +84,17 @@ def test_master_grad_of_a_flushed_window_is_its_mean():
     assert toy.value == pytest.approx(-0.5, rel=1e-5)
 
 
-def test_master_grad_of_a_weighted_window():
-    toy = Toy(3)
+@pytest.mark.parametrize("count", [int, torch.tensor, lambda n: torch.tensor([n], dtype=torch.float64)])
+@both_updates
+def test_master_grad_of_a_weighted_window(update, count):
+    toy = Toy(3, update=update)
     seen = []
     toy.w.register_step_pre_hook(lambda *_: seen.append(toy.w.master_grad(toy.p).item()))
-    toy.micro(2, mean_of=3)
-    toy.micro(5, sum_of=4)
+    toy.micro(2, mean_of=count(3))
+    toy.micro(5, sum_of=count(4))
     assert toy.w.master_grad(toy.p).item() == 11.0
-    toy.micro(1, mean_of=1)
-    assert seen == [1.5]
+    toy.micro(1, mean_of=count(1))
+    assert (seen, toy.value, toy.w.updates) == ([1.5], -1.5, 1)
 
 
 @pytest.mark.parametrize("end", ["boundary", "flush", "reset"])
@@ -133,12 +135,12 @@ def test_a_pre_hook_may_edit_the_gradient(update, end, max_norm):
     assert toy.value == pytest.approx([-3.0 * factor, -4.0 * factor], rel=2e-6)
 
 
-@pytest.mark.parametrize("end", ["boundary", "flush", "weighted"])
+@pytest.mark.parametrize("end", ["boundary", "flush", "weighted", "weighted on the device"])
 @pytest.mark.parametrize("looked", [False, True])
 @both_updates
 def test_a_pre_hook_that_raises_leaves_the_window_as_it_was(update, looked, end):
     toy = Toy(8 if end == "flush" else 2, update=update)
-    weight = {"mean_of": 5} if end == "weighted" else {}
+    weight = {"weighted": {"mean_of": 5}, "weighted on the device": {"mean_of": torch.tensor(5)}}.get(end, {})
 
     def refuse(optimizer, args, kwargs):
         if looked:
@@ -153,7 +155,7 @@ def test_a_pre_hook_that_raises_leaves_the_window_as_it_was(update, looked, end)
     with pytest.raises(LookupError, match="not now"):
         toy.w.flush() if end == "flush" else toy.w.step(**weight)
     assert (toy.value, toy.w.updates, toy.w.pending) == (0.0, 0, 2)
-    assert toy.w.master_grad(toy.p).item() == {"boundary": 3.0, "flush": 0.75, "weighted": 30.0}[end]
+    assert toy.w.master_grad(toy.p).item() == {"boundary": 3.0, "flush": 0.75}.get(end, 30.0)
     handle.remove()
     assert toy.w.flush()
     assert (toy.value, toy.w.pending) == (-3.0, 0)
