@@ -204,6 +204,19 @@ def test_a_group_added_inside_a_window(through, update):
     assert w.updates == 1
 
 
+@both_updates
+def test_a_parameter_that_moves_to_another_group(update):
+    p, q = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+    w = wrap(
+        SGD([{"params": [p, q]}, {"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 3.0}], lr=1.0), 1, update=update
+    )
+    train_wrapped(w, [[[torch.ones(3), torch.ones(3), None]]])
+    assert w.param_groups[0]["params"].pop() is q
+    w.param_groups[1]["params"].insert(0, q)
+    train_wrapped(w, [[[torch.ones(3), torch.ones(3), None]]])
+    assert (p.tolist(), q.tolist()) == ([-2.0] * 3, [-4.0] * 3)
+
+
 def put_back(optimizer):
     """State of the user's own: other tensors with other values, a step count edited in place."""
     for p in params_of(optimizer):
@@ -217,7 +230,17 @@ def clear_one(optimizer):
     optimizer.state.pop(params_of(optimizer)[0])
 
 
-CHANGES_OF_STATE = {"cleared": lambda o: o.state.clear(), "replaced": put_back, "one popped": clear_one}
+def replace_steps(optimizer):
+    for p in params_of(optimizer):
+        optimizer.state[p]["step"] = torch.tensor(20.0)
+
+
+CHANGES_OF_STATE = {
+    "cleared": lambda o: o.state.clear(),
+    "replaced": put_back,
+    "steps replaced": replace_steps,
+    "one popped": clear_one,
+}
 
 
 @both_updates
