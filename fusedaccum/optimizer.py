@@ -265,7 +265,7 @@ class FusedAccumOptimizer(Optimizer):
 
     @property
     def skipped_windows(self) -> int:
-        """Windows closed without an update because their device-side item counts were all zero."""
+        """Windows closed without an update because their item counts were all zero."""
         return self._window.skipped_windows
 
     @property

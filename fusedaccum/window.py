@@ -53,6 +53,7 @@ class Window:
         self._norm: Tensor | None = None
         self._in_pre_hook = False
         self._exposed = False
+        self._warned = False
         self._divisor: float | Tensor = 1.0
         self.update = self.choose_update()
 
@@ -79,10 +80,11 @@ class Window:
 
     def warn_about_precision(self) -> None:
         """Say once that parameters of low precision lose small updates, and what helps."""
-        if isinstance(self.update, FusedUpdate) and self.options.master_weights:
+        if self._warned or (isinstance(self.update, FusedUpdate) and self.options.master_weights):
             return
         low = [p for p in self._trainable() if p.dtype in (torch.bfloat16, torch.float16)]
         if low:
+            self._warned = True
             needs = "" if self.update.name == "fused" else " (which needs the fused update: AdamW, Adam or SGD)"
             warnings.warn(
                 f"{NAME}: {len(low)} parameters are {low[0].dtype} and are updated without FP32 masters, which loses "
@@ -133,6 +135,7 @@ class Window:
         self.params = params
         self._unplaced = [p for p in params if p not in self.place]
         self._group_sizes = [len(group["params"]) for group in groups]
+        self.warn_about_precision()
 
     # One micro-batch
 
@@ -202,6 +205,8 @@ class Window:
             folding.follow(self, thorough=True)
         touched = [buffer for buffer in self.buffers if buffer.touched]
         if not touched:
+            # Item counts that are numbers and all 0 folded nothing; as tensors they are skipped by the device.
+            self._skipped_windows += self.mode == WEIGHTED and not isinstance(self.items, Tensor) and self.items == 0
             self._begin()
             return
         self._run_pre_hooks(pre_hooks, touched)

@@ -114,7 +114,7 @@ def test_8_all_weights_zero(make, zero, update):
     for _ in range(2):
         toy.micro(3, mean_of=torch.tensor(0.0) if zero == "tensor" else zero)
     assert bits(toy.p) == before
-    assert (toy.w.pending, toy.w.updates, toy.w.updated) == (0, 0, False)
+    assert (toy.w.pending, toy.w.updates, toy.w.updated, toy.w.skipped_windows) == (0, 0, False, 1)
     for value in toy.w.state[toy.p].values():
         assert not value.any()
     toy.run([1, 3])

@@ -320,6 +320,22 @@ def test_no_warning_where_small_updates_survive(options):
     assert not caught, [str(c.message) for c in caught]
 
 
+@both_updates
+def test_a_model_that_becomes_bf16_warns_then(update):
+    p = torch.nn.Parameter(torch.zeros(3))
+    with recorded() as caught:
+        w = wrap(SGD([p], lr=1.0), steps=1, update=update)
+        set_grads([p], [torch.ones(3)])
+        w.step()
+        assert not caught
+        p.data = p.data.bfloat16()
+        for _ in range(2):
+            set_grads([p], [torch.ones(3)])
+            w.step()
+    assert len([str(c.message) for c in caught if "master_weights" in str(c.message)]) == 1
+    assert p.tolist() == [-3.0] * 3
+
+
 def test_master_weights_keep_what_bf16_loses():
     kept = Toy(2, dtype=torch.bfloat16, start=0.5, lr=3e-4, master_weights=True).run([1] * 32)
     assert kept.value == torch.tensor(0.5 - 16 * 3e-4).bfloat16().item()
