@@ -38,10 +38,9 @@ def save(window: Window) -> dict[str, Any]:
         if buffer is None:
             continue
         if buffer.is_touched(k):
-            sums[i] = buffer.view(k)
+            sums[i] = window.undivided(buffer.view(k))
         if isinstance(window.update, FusedUpdate) and (master := window.update.master(buffer, k)) is not None:
             masters[i] = master.as_strided(buffer.shapes[k], buffer.strides[k])
-    window.saved = True
     return {
         "version": VERSION,
         "steps": window.length if window.pending else window.steps,
@@ -78,16 +77,40 @@ def check(window: Window, saved: Any) -> None:
                 f"{NAME}: the saved window counts items and this wrapper has reduction='sum', which has no use for "
                 "them; load it with reduction='mean'"
             )
+        _check_counts(saved)
         for i, value in chain(saved["sums"].items(), saved["masters"].items()):
+            if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_meta:
+                raise ValueError(
+                    f"{NAME}: the saved window holds no dense tensor for parameter {i} but a {type(value).__name__}; "
+                    "the file is damaged"
+                )
             if i not in positions or value.shape != positions[i].shape:
                 has = f"shape {tuple(positions[i].shape)}" if i in positions else "no such parameter"
                 raise ValueError(
                     f"{NAME}: the saved window holds shape {tuple(value.shape)} for parameter {i} and this optimizer "
                     f"has {has}; load it into an optimizer over the same parameters in the same order"
                 )
-        saved["items"] + 0.0
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{NAME}: state_dict[{KEY!r}] lacks or garbles {error}; the file is damaged") from error
+
+
+def _check_counts(saved: dict[str, Any]) -> None:
+    """Refuse counts that no window can have."""
+    items, pending = saved["items"], saved["pending"]
+    if isinstance(items, Tensor):
+        good = items.numel() == 1 and items.is_floating_point()
+    else:
+        good = isinstance(items, float) and 0 <= items < float("inf")
+    if (
+        not good
+        or isinstance(pending, bool)
+        or pending > saved["steps"]
+        or (pending > 0) != (saved["mode"] is not None)
+    ):
+        raise ValueError(
+            f"{NAME}: the saved window counts {pending!r} of {saved['steps']!r} micro-batches, mode {saved['mode']!r}, "
+            f"items {items!r}, which no window can; the file is damaged"
+        )
 
 
 def load(window: Window, saved: dict[str, Any] | None, state: dict[Any, Any]) -> None:
@@ -164,3 +187,27 @@ def _restore_moments(
             if isinstance(value := entries.get(slot), Tensor):
                 p = positions[i]
                 window.optimizer.state[p][slot] = value.detach().to(device=p.device, dtype=dtype, copy=True)
+
+
+def pack(window: Window) -> dict[str, Any]:
+    """A wrapper as `pickle` and `deepcopy` take it: the wrapped optimizer, the options, the window, its last news."""
+    return {
+        "optimizer": window.optimizer,
+        "steps": window.steps,
+        "options": window.options,
+        "window": save(window),
+        "announced": window.announced,
+        "grad_norm": window.grad_norm,
+        "updated": window.updated,
+        "closed": window.closed,
+    }
+
+
+def unpack(state: dict[str, Any]) -> Window:
+    """The window that `pack` described. Its tensors were copied with it, so that no moment has to be restored."""
+    window = Window(state["optimizer"], state["window"]["steps"], state["options"])
+    load(window, state["window"], {})
+    window.resume(state["steps"], state["announced"], state["grad_norm"], state["updated"])
+    if state["closed"]:
+        window.release()
+    return window

@@ -20,13 +20,13 @@ def layout(numels: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor,
     Returns (segments int64[n, 2] on the CPU, tiles int64[T, 4] on `device`, elements of the flat buffer); the columns
     are those of `fusedaccum.ops`.
     """
-    numel = torch.tensor(list(numels), dtype=torch.int64)
+    numel = torch.tensor(list(numels), dtype=torch.int64, device="cpu")
     padded = (numel + ALIGN - 1) // ALIGN * ALIGN
     offset = padded.cumsum(0) - padded
     tile_count = (numel + TILE - 1) // TILE
-    segment = torch.repeat_interleave(torch.arange(len(numel)), tile_count)
+    segment = torch.repeat_interleave(torch.arange(len(numel), device="cpu"), tile_count)
     first_tile = tile_count.cumsum(0) - tile_count
-    start = (torch.arange(len(segment)) - first_tile[segment]) * TILE
+    start = (torch.arange(len(segment), device="cpu") - first_tile[segment]) * TILE
     count = torch.clamp(numel[segment] - start, max=TILE)
     tiles = torch.stack((segment, start, offset[segment] + start, count), 1)
     return torch.stack((offset, numel), 1), tiles.to(device), int(padded.sum())
@@ -124,7 +124,9 @@ class FlatBuffer:
         return len(self._views) > 0
 
     def readable(self, grads: list[Tensor | None]) -> list[Tensor | None]:
-        """`grads` with those of special segments in memory order."""
+        """`grads` with those of special segments in memory order, and lazily negated ones negated."""
+        if any([grad is not None and grad.is_neg() for grad in grads]):  # the operators read memory, not the mark
+            grads = [grad if grad is None else grad.resolve_neg() for grad in grads]
         for k in self.special:
             if (grad := grads[k]) is not None and grad.shape == self.shapes[k] and grad.layout == torch.strided:
                 grads[k] = in_memory_order(grad, self.strides[k])

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from fusedaccum import backends
 from fusedaccum.flat_buffer import FLOAT_DTYPES, FlatBuffer
@@ -58,7 +59,9 @@ def fold(window: Window, scale: float | Tensor, norm: bool) -> None:
 
     scale: a number or a tensor of one element. norm: leave the partial sums of the norm behind.
     """
-    if len(window.buffers) > 1:  # a bad gradient on the second device must be found before the first is folded
+    moved = follow(window, thorough=False)
+    # After a move a gradient may be of another shape; on a second device it must be refused before the first is folded.
+    if moved or len(window.buffers) > 1:
         repair(window)
     try:
         _fold_all(window.buffers, scale, norm)
@@ -75,14 +78,17 @@ def discard(params: list[Tensor]) -> None:
         p.grad = None
 
 
-def follow(window: Window, thorough: bool) -> None:
+def follow(window: Window, thorough: bool) -> bool:
     """Rebuild the buffers if a parameter has changed its place, shape, device or order in memory since they were built.
 
-    thorough: look at all of it; else at the address, which a change of any of it seldom leaves alone.
+    thorough: look at all of it; else at the address, which a change of any of it seldom leaves alone. Returns whether
+    any has.
     """
     at_new_address = [buffer for buffer in window.buffers if buffer.at_new_address()]
     if at_new_address or (thorough and any(buffer.moved() for buffer in window.buffers)):
         window.rebuild()
+        return True
+    return False
 
 
 def _fold_all(buffers: list[FlatBuffer], scale: float | Tensor, norm: bool) -> None:
@@ -136,3 +142,14 @@ def describe(window: Window, p: Tensor) -> str:
                 name = f"{group['param_names'][i]!r} " if "param_names" in group else ""
                 return f"parameter {name}(param_groups[{g}]['params'][{i}], shape {tuple(p.shape)})"
     return f"a parameter of shape {tuple(p.shape)}"
+
+
+def is_state_probe(optimizer: Optimizer) -> bool:
+    """Whether this `step()` is `torch.distributed.checkpoint`'s, which wants the state created and nothing else.
+
+    It runs before the state exists, with every learning rate 0 and every gradient exactly zero.
+    """
+    if optimizer.state or any(group.get("lr", 1.0) != 0 for group in optimizer.param_groups):
+        return False
+    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    return bool(grads) and all(g is not None and not g.is_sparse and not bool(g.any()) for g in grads)

@@ -11,21 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
 
-from fusedaccum import checkpoint
+from fusedaccum import checkpoint, folding, hooks
 from fusedaccum.options import NAME, check_items, check_optimizer, check_params, check_steps
 from fusedaccum.options import check_options as checked
 from fusedaccum.window import Window, warn_open_window
-
-HOOKS = (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
 
 # Which wrapper holds an optimizer: two windows over the same parameters would each see half of the gradients.
 _wrapped: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Window]] = weakref.WeakKeyDictionary()
@@ -60,7 +50,9 @@ class FusedAccumOptimizer(Optimizer):
         share no storage; "wrapped" runs `optimizer.step()` on the mean gradient rounded once to each parameter's dtype;
         "auto" takes the first where it is possible.
     state_dtype: dtype of the moments in the fused update: float32, bfloat16 or float16; None as torch has it.
-    master_weights: FP32 copies of bfloat16 and float16 parameters, which the fused update updates and rounds from.
+    master_weights: FP32 copies of bfloat16 and float16 parameters, which the fused update updates and rounds from. A
+        parameter that was changed in between is taken up again; a change through `p.data`, which torch does not count,
+        is not seen.
     backend: "auto", "compiled", "triton" or "reference".
 
     fold, nonfinite, rounding, amp_scaling, fold_every, bucket_mb, process_group, wire_dtype, shard: only their defaults
@@ -77,11 +69,31 @@ class FusedAccumOptimizer(Optimizer):
     state = _inner("state")
     defaults = _inner("defaults")
 
-    def __init__(self, optimizer: Optimizer, steps: int, **options: Any) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        steps: int,
+        *,
+        reduction: str = "mean",
+        max_norm: float | None = None,
+        update: str = "auto",
+        state_dtype: torch.dtype | None = None,
+        master_weights: bool = False,
+        backend: str = "auto",
+        **options: Any,
+    ) -> None:
         if isinstance(optimizer, FusedAccumOptimizer):
             raise TypeError(f"{NAME}: the optimizer is already a {NAME}; wrap the bare optimizer once")
         check_optimizer(optimizer)
-        chosen = checked(**options)
+        chosen = checked(
+            reduction=reduction,
+            max_norm=max_norm,
+            update=update,
+            state_dtype=state_dtype,
+            master_weights=master_weights,
+            backend=backend,
+            **options,
+        )
         length = check_steps(steps)
         holder = _wrapped.get(optimizer, lambda: None)()
         if holder is not None and not holder.closed:
@@ -89,13 +101,14 @@ class FusedAccumOptimizer(Optimizer):
                 f"{NAME}: this {type(optimizer).__name__} is wrapped already; use that wrapper, or close() it before "
                 "wrapping the optimizer again"
             )
-        self._attach(Window(optimizer, length, chosen))
-        self._window.warn_about_precision()
+        window = Window(optimizer, length, chosen)
+        window.warn_about_precision()
+        self._attach(window)
 
     def _attach(self, window: Window) -> None:
         """Everything but the constructor's checks; `Optimizer.__init__` would make param_groups of its own."""
         self._window = window
-        for name in HOOKS:
+        for name in hooks.NAMES:
             setattr(self, name, OrderedDict())
         self._zero_grad_profile_name = f"Optimizer.zero_grad#{type(self).__name__}.zero_grad"
         self._warned_capturable_if_run_uncaptured = True
@@ -125,13 +138,14 @@ class FusedAccumOptimizer(Optimizer):
         """
         window = self._window
         self._check_open()
-        mean_of, sum_of = self._counts(mean_of, sum_of)
+        given = self._one_count(mean_of, sum_of)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        mean_of, sum_of = self._counts(*given)  # after the closure, which may have called micro_batch()
         with torch.no_grad():
-            if window.is_state_probe():
+            if folding.is_state_probe(window.optimizer):
                 window.optimizer.step()
                 return loss
             window.micro_batch(mean_of, sum_of)
@@ -146,27 +160,29 @@ class FusedAccumOptimizer(Optimizer):
     def micro_batch(self, *, mean_of: Any = None, sum_of: Any = None, last: bool = False) -> None:
         """Say ahead of the backward what `step(mean_of=..., sum_of=...)` says after it, for loops with a bare `step()`.
 
-        last=True is for reductions over ranks and is not supported.
+        last=True is for reductions over ranks and is not supported. Raises ValueError or TypeError as `step` does,
+        RuntimeError after `close()`.
         """
         self._check_open()
         if last:
             raise ValueError(
                 f"{NAME}: micro_batch(last={last!r}) is not supported (reducing the window over ranks); leave it out"
             )
-        mean_of, sum_of = self._one_count(mean_of, sum_of)
-        self._window.check_mode(mean_of is not None or sum_of is not None)
-        self._window.announced = (mean_of, sum_of)
+        counts = self._one_count(mean_of, sum_of)
+        self._window.check_mode(any(n is not None for n in counts))
+        # A copy: the caller may count the next batch in the same tensor before step() is called.
+        self._window.announced = tuple(n.clone() if isinstance(n, Tensor) else n for n in counts)
 
     def _counts(self, mean_of: Any, sum_of: Any) -> tuple[Any, Any]:
         announced = self._window.announced
-        if announced is not None and announced != (None, None):
+        if announced is not None and any(n is not None for n in announced):
             if mean_of is not None or sum_of is not None:
                 raise ValueError(
                     f"{NAME}: this micro-batch was given a count by micro_batch() and another by step(); give it in "
                     "one place"
                 )
             return announced
-        return self._one_count(mean_of, sum_of)
+        return mean_of, sum_of
 
     @staticmethod
     def _one_count(mean_of: Any, sum_of: Any) -> tuple[Any, Any]:
@@ -186,9 +202,10 @@ class FusedAccumOptimizer(Optimizer):
     # The boundary
 
     def flush(self) -> bool:
-        """Close a short window now: update with the mean of the micro-batches it holds.
+        """Close a short window now: update with the mean (reduction="sum": the sum) of the micro-batches it holds.
 
-        Returns whether the parameters were updated; False, and nothing done, where the window is empty.
+        Returns whether the parameters were updated; False, and nothing done, where the window is empty. Raises
+        RuntimeError after `close()` and inside a step pre-hook.
         """
         self._check_open()
         if self._window.nothing_to_flush():
@@ -198,34 +215,7 @@ class FusedAccumOptimizer(Optimizer):
         return self.updated
 
     def _close_window(self) -> None:
-        self._window.close_window(self._pre_hooks, self._post_hooks)
-
-    def _hooks(self, name: str, everywhere: dict[int, Any]) -> list[Any]:
-        """(hook, optimizer it was registered on): ours, then those the wrapped optimizer will not fire itself."""
-        mine = [(hook, self) for hook in getattr(self, name).values()]
-        if self._window.update.name == "wrapped":
-            return mine
-        inner = self._window.optimizer
-        return [
-            *((hook, self) for hook in everywhere.values()),
-            *mine,
-            *((h, inner) for h in getattr(inner, name).values()),
-        ]
-
-    def _pre_hooks(self) -> None:
-        for hook, owner in self._hooks("_optimizer_step_pre_hooks", torch_optimizer._global_optimizer_pre_hooks):
-            result = hook(owner, (owner,), {})
-            if result is not None and not (isinstance(result, tuple) and len(result) == 2):
-                raise RuntimeError(
-                    f"{NAME}: a step pre-hook must return None or a tuple (args, kwargs), not {result!r}"
-                )
-
-    def _post_hooks(self) -> None:
-        self._optimizer_step_code()
-        # Schedulers built on either optimizer look for this mark, and flush() is not a call of step().
-        self._opt_called = self._window.optimizer._opt_called = True  # type: ignore[attr-defined]
-        for hook, owner in self._hooks("_optimizer_step_post_hooks", torch_optimizer._global_optimizer_post_hooks):
-            hook(owner, (owner,), {})
+        self._window.close_window(lambda: hooks.before_update(self), lambda: hooks.after_update(self))
 
     # What can be asked
 
@@ -236,7 +226,10 @@ class FusedAccumOptimizer(Optimizer):
 
     @property
     def steps(self) -> int:
-        """Micro-batches per window. Set inside a window, it holds from the next."""
+        """Micro-batches per window. Set inside a window, it holds from the next.
+
+        Setting raises TypeError or ValueError for anything but an int of at least 1.
+        """
         return self._window.steps
 
     @steps.setter
@@ -275,16 +268,18 @@ class FusedAccumOptimizer(Optimizer):
 
     @property
     def grad_norm(self) -> float | None:
-        """Global L2 norm of the last window's mean gradient, before clipping; None before the first. Waits for it."""
+        """Global L2 norm of what the last window updated with (its mean, or its sum), before clipping; None before the
+        first. Reading it waits for the device.
+        """
         return self._window.grad_norm
 
     def master_grad(self, param: Tensor) -> Tensor:
         """What the open window holds for `param`: float32 (complex64 for complex64), in the parameter's shape.
 
-        The sum so far times 1/steps; with item counts, the sum of count * gradient, not yet divided. In a step
-        pre-hook: the window's mean before clipping, which the hook may write to. Zeros where nothing was folded, and
-        after a boundary. A live view of the flat buffer where there is something: `clone()` it to keep it past the
-        boundary.
+        The sum so far times 1/steps (with reduction="sum", the sum itself); with item counts, the sum of count *
+        gradient, not yet divided. In a step pre-hook: the window's mean before clipping, which the hook may write to.
+        Zeros where nothing was folded, and after a boundary. A live view of the flat buffer where there is something:
+        `clone()` it to keep it past the boundary.
 
         Raises ValueError for a tensor that is not one of the optimizer's parameters.
         """
@@ -297,7 +292,10 @@ class FusedAccumOptimizer(Optimizer):
             self._window.reset()
 
     def close(self) -> None:
-        """Stop accumulating: an open window is dropped with a warning; the optimizer can then be wrapped again."""
+        """Stop accumulating: an open window is dropped with a warning; the optimizer can then be wrapped again.
+
+        `step`, `flush`, `micro_batch` and `load_state_dict` raise RuntimeError from then on.
+        """
         window = self._window
         if not window.closed:
             if window.pending:
@@ -318,12 +316,14 @@ class FusedAccumOptimizer(Optimizer):
         Raises TypeError for parameters that cannot be summed in float32, ValueError for such as the update that was
         asked for cannot take; the optimizer is as it was then.
         """
-        params = param_group["params"]
-        if not isinstance(params, Tensor | list | tuple | set):
-            params = param_group["params"] = list(params)
-        tensors = [params] if isinstance(params, Tensor) else [p[1] if isinstance(p, tuple) else p for p in params]
-        check_params(tensors)
-        self._window.choose_update(tensors)
+        if isinstance(param_group, dict) and "params" in param_group:  # else torch says what is wrong
+            params = param_group["params"]
+            if not isinstance(params, Tensor | list | tuple | set | str):
+                params = param_group["params"] = list(params)
+            listed = [params] if isinstance(params, Tensor) else [p[1] if isinstance(p, tuple) else p for p in params]
+            tensors = [p for p in listed if isinstance(p, Tensor)]
+            check_params(tensors)
+            self._window.choose_update(tensors)
         self._window.optimizer.add_param_group(param_group)
 
     def __repr__(self) -> str:
@@ -346,6 +346,7 @@ class FusedAccumOptimizer(Optimizer):
             hook(self)
         with torch.no_grad():
             state = {**self._window.optimizer.state_dict(), checkpoint.KEY: checkpoint.save(self._window)}
+        self._window.saved = True
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             if (result := post_hook(self, state)) is not None:
                 state = result
@@ -357,6 +358,7 @@ class FusedAccumOptimizer(Optimizer):
 
         Raises ValueError where it does not fit, with the optimizer and the window as they were.
         """
+        self._check_open()
         state_dict = state_dict.copy()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             if (result := hook(self, state_dict)) is not None:
@@ -373,25 +375,18 @@ class FusedAccumOptimizer(Optimizer):
             post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        window = self._window
         with torch.no_grad():
-            saved = checkpoint.save(window)
-        return {
-            "optimizer": window.optimizer,
-            "steps": window.steps,
-            "options": window.options,
-            "window": saved,
-            "closed": window.closed,
-        }
+            return checkpoint.pack(self._window)
+
+    def __copy__(self) -> FusedAccumOptimizer:
+        """A shallow copy shares the wrapped optimizer and the window, as its attributes are shared."""
+        new = type(self).__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        return new
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "optimizer" not in state:  # a bare optimizer's state, as Optimizer.load_state_dict hands it on
             self._window.optimizer.__setstate__(state)
             return
         with torch.no_grad():
-            window = Window(state["optimizer"], state["steps"], state["options"])
-            self._attach(window)
-            # Tensors were copied with the state, and the moments with the optimizer: no cast to undo.
-            checkpoint.load(window, state["window"], {})
-        if state["closed"]:
-            window.release()
+            self._attach(checkpoint.unpack(state))

@@ -62,8 +62,8 @@ def check_options(**options: Any) -> Options:
     if checked.max_norm is not None:
         if isinstance(checked.max_norm, bool) or not isinstance(checked.max_norm, numbers.Real):
             raise TypeError(f"{NAME}: max_norm={checked.max_norm!r} must be a positive number, or None not to clip")
-        if not checked.max_norm > 0:
-            raise ValueError(f"{NAME}: max_norm={checked.max_norm!r} must be positive, or None not to clip")
+        if not 0 < checked.max_norm <= 1e300 and checked.max_norm != math.inf:
+            raise ValueError(f"{NAME}: max_norm={checked.max_norm!r} must be positive and a float, or None not to clip")
     return checked
 
 
@@ -89,7 +89,8 @@ def check_steps(steps: Any) -> int:
 def check_items(name: str, items: Any) -> float | Tensor:
     """The item count of a micro-batch: a number of at least 0, or a tensor of one element (which is not looked at)."""
     rule = (
-        f"{name} is the number of items of the micro-batch: a finite number of at least 0, or a tensor that holds one"
+        f"{name} is the number of items of the micro-batch: a number of at least 0 (1e-30 to 1e30 where it is not 0), "
+        "or a tensor that holds one"
     )
     if isinstance(items, Tensor):
         if items.numel() != 1 or items.is_complex():
@@ -97,7 +98,7 @@ def check_items(name: str, items: Any) -> float | Tensor:
         return items.detach()
     if isinstance(items, bool) or not isinstance(items, numbers.Real):
         raise TypeError(f"{NAME}: {name}={items!r} is a {type(items).__name__}; {rule}")
-    if not math.isfinite(items) or items < 0:
+    if items != 0 and not 1e-30 <= items <= 1e30:  # as float32, it and its inverse must be normal numbers
         raise ValueError(f"{NAME}: {name}={items!r}; {rule}")
     return float(items)
 
@@ -108,6 +109,11 @@ def check_optimizer(optimizer: Any) -> None:
         raise TypeError(
             f"{NAME}: the first argument is a {type(optimizer).__name__} and must be a torch.optim.Optimizer: "
             "build the optimizer on your parameters, then wrap it"
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise TypeError(
+            f"{NAME}: SparseAdam is not supported: it takes sparse gradients only, and accumulated ones are dense; "
+            "use Adam with sparse=False in the embedding, or leave SparseAdam without the wrapper"
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError(

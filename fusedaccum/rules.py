@@ -87,7 +87,7 @@ def why_not_fused(optimizer: Optimizer, more: Sequence[Tensor] = ()) -> str | No
             if isinstance(value, Tensor) and value.requires_grad:
                 return "a hyper-parameter tensor requires grad"
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    params = [p for p in (*params, *more) if p.requires_grad]
+    params = [p for p in (*params, *more) if p.requires_grad or p.grad is not None]
     for p in params:
         if p.dtype not in FLOAT_DTYPES:
             return f"a parameter is {p.dtype}, and float32, bfloat16 and float16 are fused"
@@ -132,7 +132,7 @@ class HyperTable:
                     row[c] = float(value)
             rows.append(row)
         if rows != self.rows or on_device:
-            self.tensor = torch.tensor(rows, dtype=torch.float64).to(self.device, non_blocking=True)
+            self.tensor = torch.tensor(rows, dtype=torch.float64, device="cpu").to(self.device, non_blocking=True)
             for g, c, value in on_device:
                 self.tensor[g, c].copy_(value.detach().reshape(()))
             self.rows = rows
@@ -147,7 +147,7 @@ class OptimizerState:
         self.optimizer = optimizer
         self.buffer = buffer
         self.dtype = dtype
-        self.absent = torch.empty(0, device=buffer.device)
+        self.absent = torch.empty(0, dtype=torch.float32, device=buffer.device)
         # What the kernel gets, and the tensor under the same key in optimizer.state: not the same object where the
         # parameter is not row-major.
         self.lists = {slot: [self.absent] * len(buffer.params) for slot in rule.slots}

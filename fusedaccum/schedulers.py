@@ -50,6 +50,11 @@ class GatedScheduler(LRScheduler):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, into a gate over a scheduler of the same kind."""
+        if "scheduler" not in state_dict or "seen_updates" not in state_dict:
+            raise ValueError(
+                f"GatedScheduler: the state dict has the keys {sorted(state_dict)} and needs 'scheduler' and "
+                "'seen_updates'; load a bare scheduler's state into `gate.scheduler`"
+            )
         self.scheduler.load_state_dict(state_dict["scheduler"])
         self.seen_updates = state_dict["seen_updates"]
 
@@ -58,6 +63,7 @@ class GatedScheduler(LRScheduler):
         return self.scheduler.get_last_lr()
 
     def get_lr(self) -> list[Any]:
+        """What the scheduler computes inside its own step."""
         return self.scheduler.get_lr()
 
     def __getattr__(self, name: str) -> Any:

@@ -60,6 +60,9 @@ class FusedUpdate:
         self.state_dtype = state_dtype
         self.master_weights = master_weights
         self.sides: dict[FlatBuffer, _FusedSide] = {}
+        # Masters of parameters that have no segment for now, because they are frozen: (master, strides,
+        # `Masters.seen`).
+        self.parked: dict[Tensor, tuple[Tensor, tuple[int, ...], tuple[int, int] | None]] = {}
 
     def side(self, buffer: FlatBuffer) -> _FusedSide:
         """What belongs to one flat buffer: state lists, masters, tables."""
@@ -69,7 +72,7 @@ class FusedUpdate:
 
     def replace(self, old: list[FlatBuffer], new: list[FlatBuffer]) -> None:
         """The flat buffers were rebuilt: masters go with their parameters, state is found again by parameter."""
-        masters = {}
+        masters, self.parked = self.parked, {}
         for buffer in old:
             if (side := self.sides.pop(buffer, None)) is not None and side.masters is not None:
                 for k, p in enumerate(buffer.params):
@@ -78,11 +81,13 @@ class FusedUpdate:
         for buffer in new if masters else []:
             for k, p in enumerate(buffer.params):
                 if p in masters:
-                    tensor, stride, seen = masters[p]
+                    tensor, stride, seen = masters.pop(p)
                     if tensor.numel() == p.numel() and stride == buffer.strides[k]:
                         side = self.side(buffer)
                         side.masters.tensors[k] = tensor.to(buffer.device)
                         side.masters.seen[k] = seen
+        there = {p for group in self.optimizer.param_groups for p in group["params"]}
+        self.parked = {p: master for p, master in masters.items() if p in there}
 
     def master(self, buffer: FlatBuffer, k: int) -> Tensor | None:
         """The FP32 master of segment k (1-D, in memory order), brought up to date; None where there is none."""
@@ -100,6 +105,7 @@ class FusedUpdate:
 
     def forget_masters(self) -> None:
         """Derive every master again at the next update."""
+        self.parked.clear()
         for side in self.sides.values():
             if side.masters is not None:
                 side.masters = Masters(side.buffer)
@@ -123,6 +129,7 @@ class _FusedSide:
         self.masters = Masters(buffer) if update.master_weights else None
         self.table = HyperTable(update.rule, buffer.device)
         self.groups: Tensor | None = None
+        self.hyper: Tensor | None = None
         self.group_index: list[int] = []
         self.segments: list[int] = []
 
@@ -134,6 +141,7 @@ class _FusedSide:
             self.groups = torch.tensor(index, dtype=torch.int64, device=buffer.device)
             self.group_index = index
         self.segments = buffer.touched_segments()
+        self.hyper = self.table.read(groups)
         self.state.refresh(self.segments, [groups[g] for g in index])
         if self.masters is not None:
             self.masters.refresh(self.segments)
@@ -159,7 +167,7 @@ class _FusedSide:
             buffer.scalars,
             buffer.steps,
             self.groups,
-            self.table.read(self.update.optimizer.param_groups),
+            self.hyper,
             params,
             *(self.state.listed(slot) for slot in rule.slots),
             self.masters.tensors if self.masters is not None else [],
@@ -196,23 +204,31 @@ class WrappedUpdate:
         try:
             self.optimizer.step()
         finally:
-            for param in held:
+            for param, grad_dtype in held:
                 param.grad = None
+                if grad_dtype is not None:
+                    param.grad_dtype = grad_dtype
 
-    def _give_gradients(self, buffer: FlatBuffer) -> list[Tensor]:
+    def _give_gradients(self, buffer: FlatBuffer) -> list[tuple[Tensor, torch.dtype | None]]:
+        """Set the gradients; returns the parameters with a `grad_dtype` to be set again, or None."""
         segments = buffer.touched_segments()
-        grads = [torch.empty(0, device=buffer.device)] * len(buffer.params)
+        grads = [torch.empty(0, dtype=torch.float32, device=buffer.device)] * len(buffer.params)
         for k in segments:
             dtype = buffer.params[k].dtype
             real = torch.float32 if dtype.is_complex else dtype
             grads[k] = torch.empty(buffer.numels[k], dtype=real, device=buffer.device)
         buffer.backend.emit(buffer.flat, buffer.marks, buffer.segments, buffer.tiles, buffer.scalars, grads)
+        held = []
         for k in segments:
             param, grad = buffer.params[k], grads[k]
             if param.is_complex():
                 grad = torch.view_as_complex(grad.view(-1, 2))
+            wanted = param.grad_dtype
+            if wanted not in (None, param.dtype):
+                param.grad_dtype = None
+            held.append((param, None if wanted == param.dtype else wanted))
             param.grad = grad.as_strided(buffer.shapes[k], buffer.strides[k])
-        return [buffer.params[k] for k in segments]
+        return held
 
 
 Update = FusedUpdate | WrappedUpdate

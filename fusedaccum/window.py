@@ -97,16 +97,6 @@ class Window:
     def _trainable(self) -> list[Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
 
-    def is_state_probe(self) -> bool:
-        """Whether this `step()` is `torch.distributed.checkpoint`'s, which wants the state created and nothing else.
-
-        It runs before the state exists, with every learning rate 0 and every gradient exactly zero.
-        """
-        if self.optimizer.state or any(group.get("lr", 1.0) != 0 for group in self.optimizer.param_groups):
-            return False
-        grads = [p.grad for p in self._trainable()]
-        return bool(grads) and all(g is not None and not g.is_sparse and not bool(g.any()) for g in grads)
-
     # Where gradients go
 
     def locate(self) -> None:
@@ -153,8 +143,6 @@ class Window:
             scale = 1.0 / length
         items = mean_of if mean_of is not None else sum_of
         self.locate()
-        if self.pending == 0:
-            folding.follow(self, thorough=False)
         last = self.pending + 1 >= length
         if isinstance(items, float) and items == 0.0:
             folding.discard(self.params)
@@ -204,29 +192,46 @@ class Window:
             self.locate()
             folding.follow(self, thorough=True)
         touched = [buffer for buffer in self.buffers if buffer.touched]
-        if not touched:
-            # Item counts that are numbers and all 0 folded nothing; as tensors they are skipped by the device.
-            self._skipped_windows += self.mode == WEIGHTED and not isinstance(self.items, Tensor) and self.items == 0
+        if self._skipped_here(touched):
             self._begin()
             return
         self._run_pre_hooks(pre_hooks, touched)
+        if not self.pending:  # a hook has called reset() or close()
+            return
+        self.locate()
+        touched = [buffer for buffer in self.buffers if buffer.touched]
         self.update.prepare(touched)
         skip = self._set_scalars(touched)
-        if self.update.name == "fused" or skip is None or not bool(skip):
-            self.update.apply(touched)
+        self.update.apply(touched)
         self._begin(views_are_zero=self.update.name == "fused")
         self._count(skip)
         post_hooks()
 
+    def _skipped_here(self, touched: list[FlatBuffer]) -> bool:
+        """Whether the host ends this window without an update: it holds no gradient, or items that count 0.
+
+        In the fused update a count on the device is left to the device, and nothing waits for it.
+        """
+        no_items = False
+        if self.mode == WEIGHTED and (self.update.name == "wrapped" or not isinstance(self.items, Tensor)):
+            no_items = bool(self.items == 0)
+        self._skipped_windows += no_items
+        return no_items or not touched
+
     def _run_pre_hooks(self, pre_hooks: Callable[[], None], touched: list[FlatBuffer]) -> None:
         """What the hooks saw of the buffer they may have edited, so its norm is taken again."""
+        if self._in_pre_hook:
+            raise RuntimeError(
+                f"{NAME}: flush() or a full window inside a step pre-hook, which runs because the window is being "
+                "closed; leave that call out of the hook"
+            )
         self._divisor = self.divisor()
         self._in_pre_hook, self._exposed = True, False
         before = self._divisor
         try:
             pre_hooks()
         except BaseException:
-            if self._divisor is not before:  # master_grad made means of the sums
+            if self._divisor is not before and self.pending:  # master_grad made means of the sums
                 self.rescale(before)
             raise
         finally:
@@ -237,6 +242,8 @@ class Window:
 
     def master_grad(self, param: Tensor) -> Tensor:
         """See `FusedAccumOptimizer.master_grad`."""
+        if not isinstance(param, Tensor):
+            raise TypeError(f"{NAME}: master_grad needs a parameter of the optimizer, not a {type(param).__name__}")
         buffer, k = self.place.get(param, (None, 0))
         if buffer is None or not buffer.is_touched(k):
             if buffer is None and not any(param is p for group in self.optimizer.param_groups for p in group["params"]):
@@ -258,6 +265,13 @@ class Window:
                 self._divisor = 1.0
         return buffer.hand_out(k)
 
+    def undivided(self, sums: Tensor) -> Tensor:
+        """`sums` as they count in a saved window: in a pre-hook `master_grad` may have divided them already."""
+        if self._in_pre_hook and self._exposed:
+            was = self.divisor()
+            return sums * was if isinstance(was, Tensor) or was != 1.0 else sums
+        return sums
+
     def rescale(self, factor: float | Tensor) -> None:
         for buffer in self.buffers:
             if buffer.touched:
@@ -274,7 +288,8 @@ class Window:
             divisor = self._divisor
             buffer.close_window(total.to(buffer.device), divisor, max_norm)
         self._norm = first.scalars[2]
-        return first.scalars[1].long() if isinstance(self._divisor, Tensor) else None
+        on_device = isinstance(self._divisor, Tensor) and self.update.name == "fused"
+        return first.scalars[1].long() if on_device else None
 
     def _count(self, skip: Tensor | None) -> None:
         if skip is None:
@@ -292,6 +307,7 @@ class Window:
         self.mode = None
         self.items = 0.0
         self.length = self.steps
+        self.announced = None
         self._updated = False
 
     def nothing_to_flush(self) -> bool:
@@ -303,7 +319,6 @@ class Window:
     def reset(self) -> None:
         """Drop what the window holds; the next micro-batch begins a new one."""
         self._begin()
-        self.announced = None
 
     def release(self) -> None:
         """Give up the buffers; the wrapper is of no further use."""
@@ -351,6 +366,11 @@ class Window:
         self._undecided, self._undecided_skips = 0, None
         self._updates, self._skipped_windows, self._updated = updates, skipped_windows, False
         self.skipped_micro_batches = skipped_micro_batches
+
+    def resume(self, steps: int, announced: Any, grad_norm: float | None, updated: bool) -> None:
+        """What a copy of a wrapper has beyond a saved window."""
+        self.steps, self.announced, self._updated = steps, announced, updated
+        self._norm = None if grad_norm is None else torch.tensor(grad_norm, device="cpu")
 
     def __del__(self) -> None:
         if getattr(self, "pending", 0) and not self.saved and not self.closed:
