@@ -19,7 +19,8 @@ from wrapper_helpers import (
     wrap,
 )
 
-from fusedaccum import GatedScheduler
+from fusedaccum import GatedScheduler, backends
+from fusedaccum.flat_buffer import FlatBuffer
 
 both_updates = pytest.mark.parametrize("update", ["fused", "wrapped"])
 
@@ -309,3 +310,22 @@ def test_a_gate_says_what_it_loads():
 def test_what_is_no_parameter():
     with pytest.raises(TypeError, match="NoneType"):
         Toy(1).w.master_grad(None)
+
+
+@pytest.mark.parametrize(("numels", "most"), [([768 * 768] * 12 + [768] * 12, 1.005), ([20_000] * 100, 1.01)])
+def test_what_a_buffer_takes(numels, most):
+    """4 bytes a parameter and under 1 % more; a segment starts on the next multiple of 64 elements and no later."""
+    params = [torch.nn.Parameter(torch.zeros(n)) for n in numels]
+    buffer = FlatBuffer(params, torch.device("cpu"), backends.select(torch.device("cpu")))
+    assert buffer.flat.numel() == sum((n + 63) // 64 * 64 for n in numels)
+    held = [value for value in vars(buffer).values() if isinstance(value, torch.Tensor)]
+    assert 1 <= sum(t.nbytes for t in held) / (4 * sum(numels)) <= most
+
+
+def test_the_slow_backend_is_not_taken_in_silence(monkeypatch):
+    monkeypatch.setattr(backends, "NAMES", ("nothing", "reference"))
+    with pytest.warns(UserWarning, match=r"slow `reference` backend on cpu \(nothing: No module"):
+        assert backends.select(torch.device("cpu")).__name__.endswith("reference")
+    with recorded() as caught:
+        backends.select(torch.device("cpu"), "reference")
+    assert not caught

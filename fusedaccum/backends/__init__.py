@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from types import ModuleType
 
 import torch
@@ -19,6 +20,17 @@ def why_not(name: str, device: torch.device) -> str | None:
     return module.why_not(device)
 
 
+def warn_that_it_is_slow(device: torch.device) -> None:
+    """Say that nothing faster than plain torch was found, and why: pip hides what a build without a compiler says."""
+    reasons = "; ".join(f"{name}: {why_not(name, device)}" for name in NAMES if name != "reference")
+    warnings.warn(
+        f"fusedaccum runs on its slow `reference` backend on {device} ({reasons}); backend='reference' says that you "
+        "want that",
+        UserWarning,
+        stacklevel=3,
+    )
+
+
 def select(device: torch.device, name: str = "auto") -> ModuleType:
     """The backend module for tensors on `device`.
 
@@ -31,5 +43,7 @@ def select(device: torch.device, name: str = "auto") -> ModuleType:
     for candidate in NAMES if name == "auto" else (name,):
         reason = why_not(candidate, device)
         if reason is None:
+            if name == "auto" and candidate == "reference":
+                warn_that_it_is_slow(device)
             return importlib.import_module(f"fusedaccum.backends.{candidate}")
     raise RuntimeError(f"backend={name!r} cannot serve {device}: {reason}; backend='auto' takes one that can")

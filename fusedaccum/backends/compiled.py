@@ -17,7 +17,8 @@ try:
     import fusedaccum._C as _C
 except ImportError as error:
     raise ImportError(
-        f"the C++ operators cannot be loaded ({error}); reinstall fusedaccum with a C++ compiler at hand"
+        f"the C++ operators cannot be loaded ({error}); reinstall fusedaccum with a C++ compiler at hand, or leave the "
+        "source directory if they are installed elsewhere"
     ) from error
 
 _OPERATORS = ("fold", "square_total", "close_window", "rescale", "emit", "adam", "sgd")

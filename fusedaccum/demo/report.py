@@ -124,5 +124,6 @@ def time(results: Results) -> str:
     fused, bf16 = results.runs["fused"], results.runs["bf16"]
     return (
         f"Folding and stepping took {fused.overhead:.1%} of our run. With bf16 sums stepping took {bf16.overhead:.1%}; "
-        "the adding is inside the backward there."
+        "the adding is inside the backward there. The runs come one after the other: what disturbed the machine "
+        "during one of them is in its times."
     )
