@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import platform
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -110,7 +111,9 @@ def info_lines() -> Iterator[str]:
     yield f"threads    {torch.get_num_threads()}"
     for device in devices():
         yield f"\nbackends on {device}" + (f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "")
-        chosen = backends.select(device).__name__.rpartition(".")[2]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the lines below say that only the slow backend is there
+            chosen = backends.select(device).__name__.rpartition(".")[2]
         for name in backends.NAMES:
             reason = backends.why_not(name, device)
             yield f"  {name:<11}" + (f"no: {reason}" if reason else "yes" + ", the automatic choice" * (name == chosen))

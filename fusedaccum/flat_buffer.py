@@ -80,12 +80,12 @@ class FlatBuffer:
         self._scale = torch.ones(1, dtype=torch.float32, device=device)
         self._scale_value = 1.0
         self._views: weakref.WeakSet[Tensor] = weakref.WeakSet()
-        self._addresses = [p.data_ptr() for p in params]
+        self._addresses = list(map(Tensor.data_ptr, params))
         self.touched = False
 
     def at_new_address(self) -> bool:
         """Whether the parameters lie elsewhere in memory than at construction or the last call."""
-        before, self._addresses = self._addresses, [p.data_ptr() for p in self.params]
+        before, self._addresses = self._addresses, list(map(Tensor.data_ptr, self.params))
         return self._addresses != before
 
     def matches(self, params: Sequence[Tensor]) -> bool:
@@ -124,9 +124,7 @@ class FlatBuffer:
         return len(self._views) > 0
 
     def readable(self, grads: list[Tensor | None]) -> list[Tensor | None]:
-        """`grads` with those of special segments in memory order, and lazily negated ones negated."""
-        if any([grad is not None and grad.is_neg() for grad in grads]):  # the operators read memory, not the mark
-            grads = [grad if grad is None else grad.resolve_neg() for grad in grads]
+        """`grads` with those of special segments in memory order."""
         for k in self.special:
             if (grad := grads[k]) is not None and grad.shape == self.shapes[k] and grad.layout == torch.strided:
                 grads[k] = in_memory_order(grad, self.strides[k])

@@ -26,7 +26,7 @@ both_updates = pytest.mark.parametrize("update", ["fused", "wrapped"])
 
 
 @both_updates
-@pytest.mark.parametrize("backend", ["compiled", "reference"])
+@pytest.mark.parametrize("backend", ["compiled", "triton", "reference"])
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 def test_a_gradient_that_is_negated_lazily(update, backend, shape):
     p = torch.nn.Parameter(torch.full(shape, 0.5))

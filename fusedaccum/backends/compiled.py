@@ -141,10 +141,18 @@ def _fake(name: str, arguments: list[str]) -> Callable[..., None]:
     return fake
 
 
+def _fold_negated(flat: Tensor, partials: Tensor, marks: Tensor, segments: Tensor, tiles: Tensor, *rest: Any) -> None:
+    """The dispatcher comes here where a gradient is marked as negated lazily: the kernel reads memory, not the mark."""
+    grads, scale, norm = rest
+    grads = [grad if grad is None else grad.resolve_neg() for grad in grads]
+    _fold(flat, partials, marks, segments, tiles, grads, scale, norm)
+
+
 # No operator has a derivative. Falling through the autograd keys spares a look at every listed tensor.
-_autograd = torch.library.Library("fusedaccum", "IMPL")
+_library = torch.library.Library("fusedaccum", "IMPL")
 for _name in _OPERATORS:
     _operator = getattr(_ops, _name).default
     _arguments = [argument.name for argument in _operator._schema.arguments]
     torch.library.register_fake(_operator, _fake(_name, _arguments))
-    _autograd.impl(_name, torch.library.fallthrough_kernel, "Autograd")
+    _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
+_library.impl("fold", _fold_negated, "Negative")

@@ -56,6 +56,7 @@ def fold(
     check.one("fold", "scale", scale, torch.float32, (1,), flat.device)
     check.listed("fold", "grads", grads, flat, segments, absent="None")
 
+    grads = [grad if grad is None else grad.resolve_neg() for grad in grads]  # a kernel reads memory, not the mark
     table = _table(flat, segments, grads)
     arguments = (flat, partials, marks, tiles, table, scale)
     _launch(kernels.fold_tiles, tiles.shape[0], *arguments, NORM=bool(norm), BLOCK=FOLD_BLOCK)
