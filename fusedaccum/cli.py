@@ -29,7 +29,7 @@ apart. Takes about a minute on 2 cores with the defaults."""
 DEMO_EXAMPLES = f"""\
 examples:
   python -m fusedaccum demo
-  python -m fusedaccum demo --updates 60 --out /tmp/demo
+  python -m fusedaccum demo --updates 60 --out demo-out
   python -m fusedaccum demo --steps 64 --updates 60
 
 {EXIT_CODES}"""
