@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusedaccum.flat_buffer import in_memory_order
-from fusedaccum.options import NAME
+from fusedaccum.options import NAME, parameters
 from fusedaccum.update import FusedUpdate
 from fusedaccum.window import PLAIN, WEIGHTED, Window
 
@@ -23,8 +23,7 @@ REDUCTIONS = ("mean", "sum")
 
 def _positions(window: Window) -> dict[int, Tensor]:
     """Parameters by the index that `torch.optim.Optimizer.state_dict` gives them: in order, each counted once."""
-    unique = dict.fromkeys(chain.from_iterable(group["params"] for group in window.optimizer.param_groups))
-    return dict(enumerate(unique))
+    return dict(enumerate(dict.fromkeys(parameters(window.optimizer))))
 
 
 def save(window: Window) -> dict[str, Any]:
@@ -66,18 +65,12 @@ def check(window: Window, saved: Any) -> None:
         )
     positions = _positions(window)
     try:
-        numbers_ok = all(
-            isinstance(saved[name], numbers.Integral) and saved[name] >= 0
-            for name in ("steps", "pending", "updates", "skipped_windows", "skipped_micro_batches")
-        )
-        if not numbers_ok or saved["steps"] < 1 or saved["mode"] not in MODES or saved["reduction"] not in REDUCTIONS:
-            raise ValueError(f"{NAME}: state_dict[{KEY!r}] holds counts that cannot be; the file is damaged")
+        _check_counts(saved)
         if saved["mode"] == WEIGHTED and window.options.reduction == "sum":
             raise ValueError(
                 f"{NAME}: the saved window counts items and this wrapper has reduction='sum', which has no use for "
                 "them; load it with reduction='mean'"
             )
-        _check_counts(saved)
         for i, value in chain(saved["sums"].items(), saved["masters"].items()):
             if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_meta:
                 raise ValueError(
@@ -96,6 +89,12 @@ def check(window: Window, saved: Any) -> None:
 
 def _check_counts(saved: dict[str, Any]) -> None:
     """Refuse counts that no window can have."""
+    numbers_ok = all(
+        isinstance(saved[name], numbers.Integral) and saved[name] >= 0
+        for name in ("steps", "pending", "updates", "skipped_windows", "skipped_micro_batches")
+    )
+    if not numbers_ok or saved["steps"] < 1 or saved["mode"] not in MODES or saved["reduction"] not in REDUCTIONS:
+        raise ValueError(f"{NAME}: state_dict[{KEY!r}] holds counts that cannot be; the file is damaged")
     items, pending = saved["items"], saved["pending"]
     if isinstance(items, Tensor):
         good = items.numel() == 1 and items.is_floating_point()
@@ -124,17 +123,18 @@ def load(window: Window, saved: dict[str, Any] | None, state: dict[Any, Any]) ->
     _own_state(window, state, positions)
     if isinstance(window.update, FusedUpdate):
         window.update.forget_masters()
-        _restore_moments(window, window.update.state_dtype, state, positions)
+        if window.update.state_dtype is not None:
+            _restore_moments(window.update, state, positions)
     if saved is None:
         return
     if saved["sums"] or saved["masters"]:
         window.locate()
     for i, value in saved["sums"].items():
-        buffer, k = window.place[positions[i]] if positions[i] in window.place else window.make_place(positions[i])
+        buffer, k = window.place_for(positions[i])
         buffer.put(k, value)
     if isinstance(window.update, FusedUpdate) and window.update.master_weights:
         for i, master in saved["masters"].items():
-            buffer, k = window.place.get(positions[i]) or window.make_place(positions[i])
+            buffer, k = window.place_for(positions[i])
             values = master.detach().to(device=buffer.device, dtype=torch.float32, copy=True)
             window.update.put_master(buffer, k, in_memory_order(values, buffer.strides[k]))
     _take_counts(window, saved)
@@ -175,18 +175,16 @@ def _own_state(window: Window, state: dict[Any, Any], positions: dict[int, Tenso
                 mine[key] = value.detach().clone()
 
 
-def _restore_moments(
-    window: Window, dtype: torch.dtype | None, state: dict[Any, Any], positions: dict[int, Tensor]
-) -> None:
+def _restore_moments(update: FusedUpdate, state: dict[Any, Any], positions: dict[int, Tensor]) -> None:
     """Put moments back whose bits torch's loader has rounded to the parameter's dtype."""
-    slots = window.update.rule.slots if isinstance(window.update, FusedUpdate) else ()
-    for i, entries in state.items() if dtype is not None else ():
-        if i not in positions or positions[i].dtype == dtype:
+    dtype = update.state_dtype
+    for i, entries in state.items():
+        p = positions.get(i)
+        if p is None or p.dtype == dtype:
             continue
-        for slot in slots:
+        for slot in update.rule.slots:
             if isinstance(value := entries.get(slot), Tensor):
-                p = positions[i]
-                window.optimizer.state[p][slot] = value.detach().to(device=p.device, dtype=dtype, copy=True)
+                update.optimizer.state[p][slot] = value.detach().to(device=p.device, dtype=dtype, copy=True)
 
 
 def pack(window: Window) -> dict[str, Any]:

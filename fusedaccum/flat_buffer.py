@@ -65,9 +65,9 @@ class FlatBuffer:
         self.shapes = [p.shape for p in params]
         self.strides = [dense_stride(p) for p in params]
         # Segments whose gradient cannot be read as it is: complex, or in another order than row-major.
-        self.special = [
+        self.special = frozenset(
             k for k, p in enumerate(params) if p.is_complex() or not torch.empty_like(p, device="meta").is_contiguous()
-        ]
+        )
         self.numels = [p.numel() * (2 if p.is_complex() else 1) for p in params]
         self.segments, self.tiles, size = layout(self.numels, device)
         self.flat = torch.zeros(size, dtype=torch.float32, device=device)
@@ -80,13 +80,14 @@ class FlatBuffer:
         self._scale = torch.ones(1, dtype=torch.float32, device=device)
         self._scale_value = 1.0
         self._views: weakref.WeakSet[Tensor] = weakref.WeakSet()
-        self._addresses = list(map(Tensor.data_ptr, params))
+        # The list entry of a segment to which a list does not apply.
+        self.absent = torch.empty(0, dtype=torch.float32, device=device)
+        self.addresses = self.addresses_now()
         self.touched = False
 
-    def at_new_address(self) -> bool:
-        """Whether the parameters lie elsewhere in memory than at construction or the last call."""
-        before, self._addresses = self._addresses, list(map(Tensor.data_ptr, self.params))
-        return self._addresses != before
+    def addresses_now(self) -> list[int]:
+        """Where the parameters lie in memory. `addresses` is where they lay when they were last judged."""
+        return list(map(Tensor.data_ptr, self.params))
 
     def matches(self, params: Sequence[Tensor]) -> bool:
         """Whether this buffer, as it is, can hold the gradients of `params`: same objects, sizes, order in memory."""
@@ -97,11 +98,10 @@ class FlatBuffer:
 
     def moved(self) -> bool:
         """Whether a parameter has left its place since construction: another shape, device or order in memory."""
-        special = set(self.special)
         for k, p in enumerate(self.params):
             if p.shape != self.shapes[k] or p.device != self.device:
                 return True
-            if (k in special or not p.is_contiguous()) and dense_stride(p) != self.strides[k]:
+            if (k in self.special or not p.is_contiguous()) and dense_stride(p) != self.strides[k]:
                 return True
         return False
 

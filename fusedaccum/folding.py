@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from fusedaccum import backends
 from fusedaccum.flat_buffer import FLOAT_DTYPES, FlatBuffer
-from fusedaccum.options import NAME
+from fusedaccum.options import NAME, parameters
 
 if TYPE_CHECKING:
     from fusedaccum.window import Window
@@ -84,7 +84,7 @@ def follow(window: Window, thorough: bool) -> bool:
     thorough: look at all of it; else at the address, which a change of any of it seldom leaves alone. Returns whether
     any has.
     """
-    at_new_address = [buffer for buffer in window.buffers if buffer.at_new_address()]
+    at_new_address = any(buffer.addresses_now() != buffer.addresses for buffer in window.buffers)
     if at_new_address or (thorough and any(buffer.moved() for buffer in window.buffers)):
         window.rebuild()
         return True
@@ -151,5 +151,5 @@ def is_state_probe(optimizer: Optimizer) -> bool:
     """
     if optimizer.state or any(group.get("lr", 1.0) != 0 for group in optimizer.param_groups):
         return False
-    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    grads = [p.grad for p in parameters(optimizer) if p.requires_grad]
     return bool(grads) and all(g is not None and not g.is_sparse and not bool(g.any()) for g in grads)

@@ -13,8 +13,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fusedaccum import checkpoint, folding, hooks
-from fusedaccum.options import NAME, check_items, check_optimizer, check_params, check_steps
-from fusedaccum.options import check_options as checked
+from fusedaccum.options import (
+    NAME,
+    check_items,
+    check_optimizer,
+    check_options,
+    check_params,
+    check_steps,
+    parameters,
+)
 from fusedaccum.window import Window, warn_open_window
 
 # Which wrapper holds an optimizer: two windows over the same parameters would each see half of the gradients.
@@ -85,7 +92,7 @@ class FusedAccumOptimizer(Optimizer):
         if isinstance(optimizer, FusedAccumOptimizer):
             raise TypeError(f"{NAME}: the optimizer is already a {NAME}; wrap the bare optimizer once")
         check_optimizer(optimizer)
-        chosen = checked(
+        chosen = check_options(
             reduction=reduction,
             max_norm=max_norm,
             update=update,
@@ -168,21 +175,25 @@ class FusedAccumOptimizer(Optimizer):
             raise ValueError(
                 f"{NAME}: micro_batch(last={last!r}) is not supported (reducing the window over ranks); leave it out"
             )
-        counts = self._one_count(mean_of, sum_of)
-        self._window.check_mode(any(n is not None for n in counts))
-        # A copy: the caller may count the next batch in the same tensor before step() is called.
-        self._window.announced = tuple(n.clone() if isinstance(n, Tensor) else n for n in counts)
+        mean_of, sum_of = (
+            # A copy: the caller may count the next batch in the same tensor before step() is called.
+            n.clone() if isinstance(n, Tensor) else n
+            for n in self._one_count(mean_of, sum_of)
+        )
+        weighted = mean_of is not None or sum_of is not None
+        self._window.check_mode(weighted)
+        self._window.announced = (mean_of, sum_of) if weighted else None
 
     def _counts(self, mean_of: Any, sum_of: Any) -> tuple[Any, Any]:
         announced = self._window.announced
-        if announced is not None and any(n is not None for n in announced):
-            if mean_of is not None or sum_of is not None:
-                raise ValueError(
-                    f"{NAME}: this micro-batch was given a count by micro_batch() and another by step(); give it in "
-                    "one place"
-                )
-            return announced
-        return mean_of, sum_of
+        if announced is None:
+            return mean_of, sum_of
+        if mean_of is not None or sum_of is not None:
+            raise ValueError(
+                f"{NAME}: this micro-batch was given a count by micro_batch() and another by step(); give it in one "
+                "place"
+            )
+        return announced
 
     @staticmethod
     def _one_count(mean_of: Any, sum_of: Any) -> tuple[Any, Any]:
@@ -307,7 +318,7 @@ class FusedAccumOptimizer(Optimizer):
         """Clear every `p.grad`. The open window keeps what it holds; `reset()` drops it."""
         inner = self._window.optimizer
         # After step() there is nothing to clear, and torch's own loop costs three times this look.
-        if any([p.grad is not None for group in inner.param_groups for p in group["params"]]):
+        if any([p.grad is not None for p in parameters(inner)]):
             inner.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -120,7 +120,12 @@ def check_optimizer(optimizer: Any) -> None:
             f"{NAME}: LBFGS is not supported: it evaluates its closure several times per step, and accumulated "
             "gradients belong to one point; use it without the wrapper"
         )
-    check_params([p for group in optimizer.param_groups for p in group["params"]])
+    check_params(parameters(optimizer))
+
+
+def parameters(optimizer: Optimizer) -> list[Tensor]:
+    """All parameters of `optimizer`, group after group; one that is listed twice stands here twice."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def check_params(params: list[Tensor]) -> None:

@@ -15,20 +15,19 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from fusedaccum.flat_buffer import FLOAT_DTYPES, FlatBuffer
-from fusedaccum.ops import ADAM_COLUMNS, SGD_COLUMNS
+from fusedaccum.options import parameters
 
 
 class AdamRule:
     """`torch.optim.Adam` and `torch.optim.AdamW`."""
 
     name = "adam"
-    columns = ADAM_COLUMNS
     slots = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
     counts_steps = True
 
     @staticmethod
     def row(group: dict[str, Any]) -> list[Any]:
-        """One row of `hyper`, in the order of `columns`: numbers or tensors of one element."""
+        """One row of `hyper`, in the order of `ops.ADAM_COLUMNS`: numbers or tensors of one element."""
         beta1, beta2 = group["betas"]
         flags = (group["decoupled_weight_decay"], group["amsgrad"], group["maximize"])
         return [group["lr"], beta1, beta2, group["eps"], group["weight_decay"], *map(float, flags)]
@@ -48,12 +47,12 @@ class SGDRule:
     """`torch.optim.SGD`. It keeps no step count; ours says only whether a momentum buffer has been started."""
 
     name = "sgd"
-    columns = SGD_COLUMNS
     slots = ("momentum_buffer",)
     counts_steps = False
 
     @staticmethod
     def row(group: dict[str, Any]) -> list[Any]:
+        """One row of `hyper`, in the order of `ops.SGD_COLUMNS`."""
         flags = (group["nesterov"], group["maximize"])
         return [group["lr"], group["momentum"], group["dampening"], group["weight_decay"], *map(float, flags)]
 
@@ -86,8 +85,7 @@ def why_not_fused(optimizer: Optimizer, more: Sequence[Tensor] = ()) -> str | No
         for value in RULES[type(optimizer)].row(group):
             if isinstance(value, Tensor) and value.requires_grad:
                 return "a hyper-parameter tensor requires grad"
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    params = [p for p in (*params, *more) if p.requires_grad or p.grad is not None]
+    params = [p for p in (*parameters(optimizer), *more) if p.requires_grad or p.grad is not None]
     for p in params:
         if p.dtype not in FLOAT_DTYPES:
             return f"a parameter is {p.dtype}, and float32, bfloat16 and float16 are fused"
@@ -147,10 +145,9 @@ class OptimizerState:
         self.optimizer = optimizer
         self.buffer = buffer
         self.dtype = dtype
-        self.absent = torch.empty(0, dtype=torch.float32, device=buffer.device)
         # What the kernel gets, and the tensor under the same key in optimizer.state: not the same object where the
         # parameter is not row-major.
-        self.lists = {slot: [self.absent] * len(buffer.params) for slot in rule.slots}
+        self.lists = {slot: [buffer.absent] * len(buffer.params) for slot in rule.slots}
         self.known: dict[str, list[Tensor | None]] = {slot: [None] * len(buffer.params) for slot in rule.slots}
         self.step_views = list(buffer.steps.unbind()) if rule.counts_steps else []
         self.entries: list[dict[str, Any]] = [{}] * len(buffer.params)
@@ -200,7 +197,7 @@ class OptimizerState:
                 self.lists[slot][k] = self._as_listed(k, values[slot])
             else:
                 self.known[slot][k] = None
-                self.lists[slot][k] = self.absent
+                self.lists[slot][k] = buffer.absent
 
     def _conform(self, k: int, slot: str, value: Tensor | None) -> Tensor:
         """`value` in the order, device and dtype the kernel takes; a new tensor only where it has to be one."""

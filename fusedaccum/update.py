@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fusedaccum.flat_buffer import FlatBuffer, in_memory_order
+from fusedaccum.options import parameters
 from fusedaccum.rules import RULES, HyperTable, OptimizerState
 
 
@@ -15,8 +16,7 @@ class Masters:
 
     def __init__(self, buffer: FlatBuffer) -> None:
         self.buffer = buffer
-        self.absent = torch.empty(0, dtype=torch.float32, device=buffer.device)
-        self.tensors: list[Tensor] = [self.absent] * len(buffer.params)
+        self.tensors: list[Tensor] = [buffer.absent] * len(buffer.params)
         self.seen: list[tuple[int, int] | None] = [None] * len(buffer.params)
 
     def refresh(self, segments: list[int]) -> None:
@@ -28,14 +28,14 @@ class Masters:
         for k in segments:
             param = self.buffer.params[k]
             if param.dtype == torch.float32:
-                self.tensors[k], self.seen[k] = self.absent, None
+                self.tensors[k], self.seen[k] = self.buffer.absent, None
                 continue
             state = (param._version, param.data_ptr())
             if self.seen[k] == state:
                 continue
             values = in_memory_order(param, self.buffer.strides[k])
-            if self.tensors[k] is self.absent:
-                self.tensors[k] = values.float() if param.numel() else self.absent
+            if self.tensors[k] is self.buffer.absent:
+                self.tensors[k] = values.float() if param.numel() else self.buffer.absent
             else:
                 master = self.tensors[k]
                 master.copy_(torch.where(master.to(values.dtype) == values, master, values.float()))
@@ -44,7 +44,7 @@ class Masters:
     def written(self, segments: list[int]) -> None:
         """Note that parameters and masters were written together."""
         for k in segments:
-            if self.tensors[k] is not self.absent:
+            if self.tensors[k] is not self.buffer.absent:
                 param = self.buffer.params[k]
                 self.seen[k] = (param._version, param.data_ptr())
 
@@ -86,13 +86,13 @@ class FusedUpdate:
                         side = self.side(buffer)
                         side.masters.tensors[k] = tensor.to(buffer.device)
                         side.masters.seen[k] = seen
-        there = {p for group in self.optimizer.param_groups for p in group["params"]}
+        there = set(parameters(self.optimizer))
         self.parked = {p: master for p, master in masters.items() if p in there}
 
     def master(self, buffer: FlatBuffer, k: int) -> Tensor | None:
         """The FP32 master of segment k (1-D, in memory order), brought up to date; None where there is none."""
         masters = self.side(buffer).masters
-        if masters is None or masters.tensors[k] is masters.absent:
+        if masters is None or masters.tensors[k] is buffer.absent:
             return None
         masters.refresh([k])
         return masters.tensors[k]
@@ -148,12 +148,11 @@ class _FusedSide:
 
     def apply(self) -> None:
         buffer, rule = self.buffer, self.update.rule
-        params: list[Tensor] = [self.state.absent] * len(buffer.params)
+        params: list[Tensor] = [buffer.absent] * len(buffer.params)
         copies = []
-        special = set(buffer.special)
         for k in self.segments:
             param = buffer.params[k]
-            if k not in special and param.is_contiguous():
+            if k not in buffer.special and param.is_contiguous():
                 params[k] = param
             else:
                 params[k] = in_memory_order(param, buffer.strides[k])
@@ -212,7 +211,7 @@ class WrappedUpdate:
     def _give_gradients(self, buffer: FlatBuffer) -> list[tuple[Tensor, torch.dtype | None]]:
         """Set the gradients; returns the parameters with a `grad_dtype` to be set again, or None."""
         segments = buffer.touched_segments()
-        grads = [torch.empty(0, dtype=torch.float32, device=buffer.device)] * len(buffer.params)
+        grads = [buffer.absent] * len(buffer.params)
         for k in segments:
             dtype = buffer.params[k].dtype
             real = torch.float32 if dtype.is_complex else dtype

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from fusedaccum import folding
 from fusedaccum.flat_buffer import FlatBuffer
-from fusedaccum.options import NAME, Options, check_params
+from fusedaccum.options import NAME, Options, check_params, parameters
 from fusedaccum.rules import why_not_fused
 from fusedaccum.update import FusedUpdate, Update, WrappedUpdate
 
@@ -35,7 +35,7 @@ class Window:
         self.pending = 0
         self.mode: str | None = None
         self.items: float | Tensor = 0.0
-        self.announced: tuple[str, Any] | None = None
+        self.announced: tuple[Any, Any] | None = None  # (mean_of, sum_of) that micro_batch() gave
         self.skipped_micro_batches = 0
         self.buffers: list[FlatBuffer] = []
         self.place: dict[Tensor, tuple[FlatBuffer, int]] = {}
@@ -82,7 +82,7 @@ class Window:
         """Say once that parameters of low precision lose small updates, and what helps."""
         if self._warned or (isinstance(self.update, FusedUpdate) and self.options.master_weights):
             return
-        low = [p for p in self._trainable() if p.dtype in (torch.bfloat16, torch.float16)]
+        low = [p for p in parameters(self.optimizer) if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)]
         if low:
             self._warned = True
             needs = "" if self.update.name == "fused" else " (which needs the fused update: AdamW, Adam or SGD)"
@@ -94,16 +94,12 @@ class Window:
                 stacklevel=3,
             )
 
-    def _trainable(self) -> list[Tensor]:
-        return [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
-
     # Where gradients go
 
     def locate(self) -> None:
         """Make `buffers` fit the optimizer's parameters as they are now; sums of an open window move along."""
-        groups = self.optimizer.param_groups
-        params = [p for group in groups for p in group["params"]]
-        sizes = [len(group["params"]) for group in groups]
+        params = parameters(self.optimizer)
+        sizes = [len(group["params"]) for group in self.optimizer.param_groups]
         same = len(params) == len(self.params) and all(map(is_, params, self.params)) and sizes == self._group_sizes
         if same and not any(p.requires_grad or p.grad is not None for p in self._unplaced):
             return
@@ -111,8 +107,7 @@ class Window:
 
     def rebuild(self, also: Tensor | None = None) -> None:
         """Build the flat buffers anew where the parameters ask for it. also: a frozen parameter to make room for."""
-        groups = self.optimizer.param_groups
-        params = [p for group in groups for p in group["params"]]
+        params = parameters(self.optimizer)
         check_params(params)
         if (chosen := self.choose_update()).name != self.update.name:
             self.update = chosen
@@ -124,7 +119,9 @@ class Window:
         self.place = {p: (buffer, k) for buffer in self.buffers for k, p in enumerate(buffer.params)}
         self.params = params
         self._unplaced = [p for p in params if p not in self.place]
-        self._group_sizes = [len(group["params"]) for group in groups]
+        self._group_sizes = [len(group["params"]) for group in self.optimizer.param_groups]
+        for buffer in self.buffers:
+            buffer.addresses = buffer.addresses_now()
         self.warn_about_precision()
 
     # One micro-batch
@@ -188,12 +185,11 @@ class Window:
         pre_hooks and post_hooks are called around the update, and not at all where no gradient came in the window.
         Where something raises before the update, the window is as it was.
         """
-        if self.pending:
-            self.locate()
-            folding.follow(self, thorough=True)
+        self.locate()
+        folding.follow(self, thorough=True)
         touched = [buffer for buffer in self.buffers if buffer.touched]
         if self._skipped_here(touched):
-            self._begin()
+            self.reset()
             return
         self._run_pre_hooks(pre_hooks, touched)
         if not self.pending:  # a hook has called reset() or close()
@@ -203,7 +199,7 @@ class Window:
         self.update.prepare(touched)
         skip = self._set_scalars(touched)
         self.update.apply(touched)
-        self._begin(views_are_zero=self.update.name == "fused")
+        self.reset(views_are_zero=self.update.name == "fused")
         self._count(skip)
         post_hooks()
 
@@ -246,7 +242,7 @@ class Window:
             raise TypeError(f"{NAME}: master_grad needs a parameter of the optimizer, not a {type(param).__name__}")
         buffer, k = self.place.get(param, (None, 0))
         if buffer is None or not buffer.is_touched(k):
-            if buffer is None and not any(param is p for group in self.optimizer.param_groups for p in group["params"]):
+            if buffer is None and not any(param is p for p in parameters(self.optimizer)):
                 raise ValueError(
                     f"{NAME}: master_grad was given a tensor of shape {tuple(param.shape)} that is not a parameter "
                     "of the optimizer; pass one of param_groups' parameters"
@@ -273,6 +269,7 @@ class Window:
         return sums
 
     def rescale(self, factor: float | Tensor) -> None:
+        """Multiply every sum of this window by `factor`."""
         for buffer in self.buffers:
             if buffer.touched:
                 buffer.rescale(factor)
@@ -285,8 +282,7 @@ class Window:
             total = total + buffer.square_total().to(first.device)
         max_norm = math.inf if self.options.max_norm is None else float(self.options.max_norm)
         for buffer in touched:
-            divisor = self._divisor
-            buffer.close_window(total.to(buffer.device), divisor, max_norm)
+            buffer.close_window(total.to(buffer.device), self._divisor, max_norm)
         self._norm = first.scalars[2]
         on_device = isinstance(self._divisor, Tensor) and self.update.name == "fused"
         return first.scalars[1].long() if on_device else None
@@ -300,7 +296,8 @@ class Window:
             self._undecided_skips = skip if self._undecided_skips is None else self._undecided_skips + skip
             self._updated = skip
 
-    def _begin(self, views_are_zero: bool = False) -> None:
+    def reset(self, views_are_zero: bool = False) -> None:
+        """Drop what the window holds and begin the next. views_are_zero: the update has zeroed what was handed out."""
         for buffer in self.buffers:
             buffer.clear(views_are_zero)
         self.pending = 0
@@ -316,18 +313,15 @@ class Window:
             self._updated = False
         return self.pending == 0
 
-    def reset(self) -> None:
-        """Drop what the window holds; the next micro-batch begins a new one."""
-        self._begin()
-
     def release(self) -> None:
         """Give up the buffers; the wrapper is of no further use."""
         self.closed = True
         self.buffers, self.place, self.params, self._unplaced = [], {}, [], []
 
-    def make_place(self, param: Tensor) -> tuple[FlatBuffer, int]:
-        """Give a segment to a parameter that has none because it is frozen."""
-        self.rebuild(also=param)
+    def place_for(self, param: Tensor) -> tuple[FlatBuffer, int]:
+        """Buffer and segment of `param`, which is given one if it has none because it is frozen."""
+        if param not in self.place:
+            self.rebuild(also=param)
         return self.place[param]
 
     # What happened; reading it is what waits for the device

@@ -292,6 +292,20 @@ def test_a_stale_gradient_of_another_shape():
     assert not p.any()
 
 
+def test_a_refused_parameter_is_refused_again():
+    """A refusal must not be what the next call measures a change from."""
+    p, q = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+    w = wrap(SGD([p, q], lr=1.0), steps=2, update="fused")
+    set_grads([p, q], [torch.ones(3)] * 2)
+    w.step()
+    q.data = p.data
+    for _ in range(3):
+        set_grads([p, q], [torch.ones(3)] * 2)
+        with pytest.raises(ValueError, match="share storage"):
+            w.step()
+        assert (w.pending, p.tolist()) == (1, [0.0] * 3)
+
+
 def test_a_closed_wrapper_loads_nothing():
     toy = Toy(2)
     saved = toy.w.state_dict()
