@@ -10,7 +10,9 @@ from torch.optim import SGD, AdamW
 from wrapper_helpers import (
     DTYPES,
     LOW_PRECISION,
+    MAKERS,
     assert_within_budget,
+    both_updates,
     make_params,
     make_windows,
     mean64,
@@ -19,23 +21,12 @@ from wrapper_helpers import (
     tidy,  # noqa: F401
     train_stock,
     train_wrapped,
+    uniform,
     update_in_use,
     wrap,
 )
 
 pytestmark = LOW_PRECISION
-
-MAKERS = {
-    "adamw": lambda params: AdamW(params, lr=0.05, weight_decay=0.3),
-    "sgd": lambda params: SGD(params, lr=0.1, momentum=0.9, weight_decay=0.3),
-}
-every_maker = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-both_updates = pytest.mark.parametrize("update", ["fused", "wrapped"])
-
-
-def uniform(*shape, seed=0, dtype=torch.float32):
-    """Values in [0.5, 1.5]: an Adam quotient of them is well conditioned."""
-    return (torch.rand(shape, generator=torch.Generator().manual_seed(seed)) + 0.5).to(dtype)
 
 
 @both_updates

@@ -9,11 +9,24 @@ import warnings
 
 import pytest
 import torch
+from torch.optim import SGD, AdamW
 
 from fusedaccum import FusedAccumOptimizer
 
 LOW_PRECISION = pytest.mark.filterwarnings("ignore:(?s).*master_weights")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAKERS = {
+    "adamw": lambda params: AdamW(params, lr=0.05, weight_decay=0.3),
+    "sgd": lambda params: SGD(params, lr=0.1, momentum=0.9, weight_decay=0.3),
+}
+every_maker = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+both_updates = pytest.mark.parametrize("update", ["fused", "wrapped"])
+
+
+def uniform(*shape, seed=0, dtype=torch.float32):
+    """Values in [0.5, 1.5]: an Adam quotient of them is well conditioned."""
+    return (torch.rand(shape, generator=torch.Generator().manual_seed(seed)) + 0.5).to(dtype)
+
 
 _made: list[FusedAccumOptimizer] = []
 
