@@ -155,7 +155,7 @@ struct Plan {
     check.one_on_cpu("segments", segment_table, ScalarType::Long, {-1, 2});
     segments = static_cast<const Segment*>(segment_table.data_ptr());
     count = segment_table.size(0);
-    check.one("marks", marks, ScalarType::Byte, {count});
+    check.one_on_cpu("marks", marks, ScalarType::Byte, {count});
     const int64_t tile_count = place_segments(check, flat.numel());
     check.one("tiles", tiles, ScalarType::Long, {tile_count, 4});
   }

@@ -100,7 +100,7 @@ void fold(Tensor flat, Tensor partials, Tensor marks, Tensor segments, Tensor ti
 void square_total(Tensor flat, Tensor partials, Tensor marks, Tensor segments, Tensor tiles, Tensor total) {
   Call call("square_total", flat, marks, segments, tiles);
   call.check.one("partials", partials, ScalarType::Double, {tiles.size(0)});
-  call.check.one("total", total, ScalarType::Double, {1});
+  call.check.one("total", total, ScalarType::Double, {kTotal});
   for (int64_t k = 0; k < call.plan.count; ++k)
     if (call.touched(k) && !(call.marks[k] & kFresh)) call.add(k);
 
@@ -121,7 +121,7 @@ void square_total(Tensor flat, Tensor partials, Tensor marks, Tensor segments, T
 void close_window(Tensor scalars, Tensor steps, Tensor marks, Tensor total, Tensor divisor, double max_norm) {
   const Check check("close_window", "scalars", scalars, aoti_torch_device_type_cpu());
   check.one("scalars", scalars, ScalarType::Float, {3});
-  check.one("marks", marks, ScalarType::Byte, {-1});
+  check.one_on_cpu("marks", marks, ScalarType::Byte, {-1});
   check.one("steps", steps, ScalarType::Float, {marks.numel()});
   check.one("total", total, ScalarType::Double, {1});
   check.one("divisor", divisor, ScalarType::Double, {1});

@@ -6,6 +6,7 @@
 namespace fusedaccum {
 
 constexpr int64_t kTile = 4096;  // elements; a segment's last tile may hold fewer
+constexpr int64_t kTotal = 66;   // elements of square_total's `total`: the sum, and workspace
 constexpr int64_t kAlign = 64;   // elements; segments start at multiples of it
 
 // Bits of a segment's mark.

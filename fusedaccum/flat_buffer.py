@@ -9,7 +9,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from fusedaccum.ops import ALIGN, TILE, TOUCHED
+from fusedaccum.ops import ALIGN, TILE, TOTAL, TOUCHED
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -72,9 +72,9 @@ class FlatBuffer:
         self.segments, self.tiles, size = layout(self.numels, device)
         self.flat = torch.zeros(size, dtype=torch.float32, device=device)
         self.partials = torch.zeros(len(self.tiles), dtype=torch.float64, device=device)
-        self.marks = torch.zeros(len(params), dtype=torch.uint8, device=device)
+        self.marks = torch.zeros(len(params), dtype=torch.uint8, device="cpu")
         self.steps = torch.zeros(len(params), dtype=torch.float32, device=device)
-        self.total = torch.zeros(1, dtype=torch.float64, device=device)
+        self.total = torch.zeros(TOTAL, dtype=torch.float64, device=device)
         self.divisor = torch.ones(1, dtype=torch.float64, device=device)
         self.scalars = torch.zeros(3, dtype=torch.float32, device=device)
         self._scale = torch.ones(1, dtype=torch.float32, device=device)
@@ -153,7 +153,7 @@ class FlatBuffer:
     def square_total(self) -> Tensor:
         """The sum of squares of what this window holds: float64[1] on this device, reused by the next call."""
         self.backend.square_total(self.flat, self.partials, self.marks, self.segments, self.tiles, self.total)
-        return self.total
+        return self.total[:1]
 
     def close_window(self, total: Tensor, divisor: float | Tensor, max_norm: float) -> None:
         """Fill `scalars` and count the update in `steps`. total: float64[1], over all devices, on this device."""

@@ -5,15 +5,15 @@ A backend is a module with one function for each method of `Backend`, with the s
 with their mutations declared, stand in `csrc/schema.h`.
 
 Arguments that several operators share (n segments, T tiles, F elements of flat buffer, G parameter groups). All are
-contiguous and on `flat`'s device, but for `segments`:
+contiguous and on `flat`'s device, but for `segments` and `marks`, which are facts that the host knows:
 
     flat       float32[F]     the flat buffer: every master gradient, segment after segment. Segment starts are
                               multiples of ALIGN elements. The padding between segments is never read nor written.
     segments   int64[n, 2]    on the CPU: (offset in `flat`, numel) of each segment. numel may be 0.
     tiles      int64[T, 4]    (segment, start in the segment, start in `flat`, count) of each tile, in order; count is
                               TILE but for a segment's last tile. A segment of 0 elements has no tile.
-    marks      uint8[n]       per segment: TOUCHED (it holds the sum of this window) | FRESH (the partials of its tiles
-                              are those of its present values).
+    marks      uint8[n]       on the CPU, per segment: TOUCHED (it holds the sum of this window) | FRESH (the partials
+                              of its tiles are those of its present values).
     partials   float64[T]     per tile: the sum of the squares of its elements, in float64. The square of a finite
                               float32 cannot overflow there, so a sum that is not finite says that an element is not.
     scalars    float32[3]     what the step reads: (multiplier, skip, norm), see `close_window`.
@@ -39,6 +39,7 @@ from torch import Tensor
 
 TILE = 4096
 ALIGN = 64
+TOTAL = 66
 
 TOUCHED = 1
 FRESH = 2
@@ -83,7 +84,8 @@ class Backend(Protocol):
 
         Tiles of segments that are TOUCHED but not FRESH are read again first and become FRESH.
 
-        total: float64[1]. Mutates partials, marks, total.
+        total: float64[TOTAL]; what comes after total[0] is the operator's workspace: zeros when a tensor is first
+            given, and left alone by everybody else. Mutates partials, marks, total.
         """
         ...
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fusedaccum.ops import ALIGN, FRESH, TILE, TOUCHED
+from fusedaccum.ops import ALIGN, FRESH, TILE, TOTAL, TOUCHED
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -73,7 +73,7 @@ class Buffer:
         self.flat = guarded(ends[-1], torch.float32)
         self.segments = torch.tensor(pairs, dtype=torch.int64, device="cpu").view(-1, 2)
         self.tiles = torch.tensor(rows, dtype=torch.int64).view(-1, 4)
-        self.marks = torch.zeros(len(sizes), dtype=torch.uint8)
+        self.marks = torch.zeros(len(sizes), dtype=torch.uint8, device="cpu")
         self.partials = torch.full((len(rows),), torch.nan, dtype=torch.float64)
 
     def segment(self, k: int) -> Tensor:
@@ -116,6 +116,13 @@ def partials_agree(got: Tensor, want: Tensor) -> bool:
 
 def scalar(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.tensor([value], dtype=dtype)
+
+
+def total_tensor(value: float = -1.0) -> Tensor:
+    """What `square_total` writes to, its workspace as it is first given."""
+    total = torch.zeros(TOTAL, dtype=torch.float64)
+    total[0] = value
+    return total
 
 
 def random_bits(numel: int) -> Tensor:

@@ -79,7 +79,7 @@ def test_a_divisor_of_zero_skips(backend, total, max_norm):
 
 @pytest.mark.parametrize("n", [5, 3000])
 def test_touched_segments_count_the_update(backend, n):
-    marks = torch.tensor([0, TOUCHED, FRESH, TOUCHED_AND_FRESH, 0], dtype=torch.uint8).repeat(n // 5)
+    marks = torch.tensor([0, TOUCHED, FRESH, TOUCHED_AND_FRESH, 0], dtype=torch.uint8, device="cpu").repeat(n // 5)
     steps = torch.arange(n, dtype=torch.float32)
     scalars = torch.zeros(3)
     total, zero = scalar(1.0, torch.float64), scalar(0.0, torch.float64)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fusedaccum.backends import compiled
-from fusedaccum.ops import ALIGN, TILE, TOUCHED
+from fusedaccum.ops import ALIGN, TILE, TOTAL, TOUCHED
 
 ROOT = Path(__file__).parent.parent
 OPERATORS = ("fold", "square_total", "close_window", "rescale", "emit", "adam", "sgd")
@@ -66,7 +66,7 @@ def arguments(op: str, sizes: tuple[int, ...] = SIZES, seed: int = 0) -> tuple:
 
     return {
         "fold": lambda: (flat, partials, marks, segments, tiles, [*listed(0)[:-1], None], torch.tensor([0.3]), True),
-        "square_total": lambda: (flat, partials, marks, segments, tiles, total),
+        "square_total": lambda: (flat, partials, marks, segments, tiles, torch.zeros(TOTAL, dtype=torch.float64)),
         "close_window": lambda: (scalars, steps, marks, total, divisor, 0.5),
         "rescale": lambda: (*plan, torch.tensor([0.3])),
         "emit": lambda: (*plan, scalars, listed(1)),

@@ -13,16 +13,17 @@ from op_cases import (
     partials_agree,
     same_bits,
     scalar,
+    total_tensor,
 )
 
 from fusedaccum.ops import TOUCHED
 
 
 def total_of(backend, buffer: Buffer) -> float:
-    total = scalar(-1.0, torch.float64)
+    total = total_tensor()
     backend.square_total(*buffer.norm_plan(), total)
     assert buffer.padding_intact()
-    return total.item()
+    return total[0].item()
 
 
 def totals_agree(got: float, want: float, additions: int) -> bool:
@@ -129,7 +130,7 @@ def test_two_runs_give_the_same_bits(backend):
 def test_written_tensors_tell_autograd(backend):
     buffer = Buffer([17])
     buffer.fill([torch.ones(17)])
-    total = scalar(0.0, torch.float64)
+    total = total_tensor(0.0)
     written = (buffer.partials, buffer.marks, total)
     before = [tensor._version for tensor in written]
     backend.square_total(*buffer.norm_plan(), total)

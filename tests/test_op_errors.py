@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from op_cases import Buffer, same_bits, scalar
+from op_cases import Buffer, same_bits, scalar, total_tensor
 from torch import Tensor
 
 from fusedaccum.ops import Backend
@@ -39,7 +39,7 @@ def arguments(op: str) -> dict[str, object]:
         "norm": True,
         "zero": True,
         "max_norm": 1.0,
-        "total": scalar(1.0, torch.float64),
+        "total": total_tensor() if op == "square_total" else scalar(1.0, torch.float64),
         "divisor": scalar(1.0, torch.float64),
         "scalars": torch.tensor([0.5, 0.0, 1.0]),
         "steps": torch.ones(n),

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fusedaccum.ops import ALIGN, TOUCHED
+from fusedaccum.ops import ALIGN, TOTAL, TOUCHED
 
 LOW_AND_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
 SINGLE = (torch.float32,)
@@ -41,7 +41,7 @@ def plan(op: str, flat: Tensor, marks: Tensor, segments: Tensor, tiles: Tensor) 
     one(op, "flat", flat, torch.float32, (flat.numel(),), flat.device)
     one(op, "segments", segments, torch.int64, (segments.shape[0], 2), torch.device("cpu"))
     one(op, "tiles", tiles, torch.int64, (tiles.shape[0], 4), flat.device)
-    one(op, "marks", marks, torch.uint8, (segments.shape[0],), flat.device)
+    one(op, "marks", marks, torch.uint8, (segments.shape[0],), torch.device("cpu"))
     end = 0
     for k, (offset, numel) in enumerate(segments.tolist()):
         if numel < 0 or offset < end or offset % ALIGN or offset + numel > flat.numel():
@@ -65,7 +65,7 @@ def listed(
     """`tensors` has one entry for each segment, each of the segment's size, a supported dtype, and on `flat`'s device.
 
     absent: how an entry says that it does not apply: "None", or "empty" (0 elements; an empty list says so for all).
-    marks: given where every touched segment must have an entry. Reading marks waits for the device.
+    marks: given where every touched segment must have an entry.
     """
     touched = (marks & TOUCHED).tolist() if marks is not None else [0] * segments.shape[0]
     if absent == "empty" and len(tensors) == 0 and not any(touched):
@@ -93,6 +93,12 @@ def listed(
             )
 
 
+def norm(op: str, flat: Tensor, partials: Tensor, tiles: Tensor, total: Tensor) -> None:
+    """The arguments that only `square_total` has."""
+    one(op, "partials", partials, torch.float64, (tiles.shape[0],), flat.device)
+    one(op, "total", total, torch.float64, (TOTAL,), flat.device)
+
+
 def update(
     op: str,
     flat: Tensor,
@@ -114,6 +120,6 @@ def window(op: str, scalars: Tensor, steps: Tensor, marks: Tensor, total: Tensor
     """The arguments of `close_window`, which has no flat buffer to compare them with."""
     one(op, "scalars", scalars, torch.float32, (3,), scalars.device)
     one(op, "steps", steps, torch.float32, (marks.numel(),), scalars.device)
-    one(op, "marks", marks, torch.uint8, (marks.numel(),), scalars.device)
+    one(op, "marks", marks, torch.uint8, (marks.numel(),), torch.device("cpu"))
     one(op, "total", total, torch.float64, (1,), scalars.device)
     one(op, "divisor", divisor, torch.float64, (1,), scalars.device)

@@ -139,8 +139,8 @@ def sum_stale_tiles(flat, partials, marks, tiles, BLOCK: tl.constexpr):
         tl.store(partials + tile, total)
 
 
-@triton.jit(do_not_specialize=["tile_count", "segment_count"])
-def sum_partials(partials, marks, tiles, total, tile_count, segment_count, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["tile_count"])
+def sum_partials(partials, marks, tiles, total, tile_count, BLOCK: tl.constexpr):
     """One program: lane i adds the tiles i, i + BLOCK, ..., and the lanes are added last, always in this order."""
     lanes = tl.arange(0, BLOCK).to(tl.int64)
     sums = tl.zeros((BLOCK,), tl.float64)
@@ -152,11 +152,6 @@ def sum_partials(partials, marks, tiles, total, tile_count, segment_count, BLOCK
         # Partials of untouched segments are left over from earlier windows, and may be anything: they are not read.
         sums += tl.load(partials + tile, mask=inside & ((mark & TOUCHED) != 0), other=0.0)
     tl.store(total, tl.sum(sums))
-    for done in range(0, segment_count, BLOCK):
-        segment = done + lanes
-        mark = tl.load(marks + segment, mask=segment < segment_count, other=0)
-        fresh = tl.where((mark & TOUCHED) != 0, TOUCHED | FRESH, mark).to(tl.uint8)
-        tl.store(marks + segment, fresh, mask=segment < segment_count)
 
 
 @triton.jit(do_not_specialize=["segment_count"])

@@ -71,14 +71,13 @@ def fold(
 @torch.no_grad()
 def square_total(flat: Tensor, partials: Tensor, marks: Tensor, segments: Tensor, tiles: Tensor, total: Tensor) -> None:
     check.plan("square_total", flat, marks, segments, tiles)
-    check.one("square_total", "partials", partials, torch.float64, (tiles.shape[0],), flat.device)
-    check.one("square_total", "total", total, torch.float64, (1,), flat.device)
+    check.norm("square_total", flat, partials, tiles, total)
 
     _sum_squares(flat, partials, tiles, (marks == TOUCHED).tolist())
     touched = (marks & TOUCHED) != 0
     marks[touched] = TOUCHED | FRESH
     # Partials of untouched segments are left over from earlier windows, and may be anything.
-    total.copy_(torch.where(touched[tiles[:, 0]], partials, 0.0).sum())
+    total[0] = torch.where(touched.to(flat.device)[tiles[:, 0]], partials, 0.0).sum()
 
 
 @torch.no_grad()
@@ -93,7 +92,7 @@ def close_window(
     clip = torch.ones_like(norm) if max_norm == float("inf") else (max_norm / (norm + 1e-6)).clamp(max=1.0)
     multiplier = 1 / divisor * clip
     scalars.copy_(torch.cat([multiplier.masked_fill(skip, 0), skip.double(), norm.masked_fill(skip, 0)]))
-    steps.add_(((marks & TOUCHED) != 0) & ~skip)
+    steps.add_(((marks & TOUCHED) != 0).to(steps.device) & ~skip)
 
 
 @torch.no_grad()

@@ -58,21 +58,22 @@ def fold(
 
     grads = [grad if grad is None else grad.resolve_neg() for grad in grads]  # a kernel reads memory, not the mark
     table = _table(flat, segments, grads)
-    arguments = (flat, partials, marks, tiles, table, scale)
+    arguments = (flat, partials, _on_device(marks, flat), tiles, table, scale)
     _launch(kernels.fold_tiles, tiles.shape[0], *arguments, NORM=bool(norm), BLOCK=FOLD_BLOCK)
-    # In a launch of its own: the tiles of a segment must all see the mark from before.
-    marks.masked_fill_(table[:, 1] != kernels.ABSENT.value, TOUCHED | FRESH if norm else TOUCHED)
+    present = torch.tensor([grad is not None for grad in grads], dtype=torch.bool, device=marks.device)
+    marks.masked_fill_(present, TOUCHED | FRESH if norm else TOUCHED)
     torch.autograd.graph.increment_version([flat, partials])
 
 
 def square_total(flat: Tensor, partials: Tensor, marks: Tensor, segments: Tensor, tiles: Tensor, total: Tensor) -> None:
     check.plan("square_total", flat, marks, segments, tiles)
-    check.one("square_total", "partials", partials, torch.float64, (tiles.shape[0],), flat.device)
-    check.one("square_total", "total", total, torch.float64, (1,), flat.device)
+    check.norm("square_total", flat, partials, tiles, total)
 
-    _launch(kernels.sum_stale_tiles, tiles.shape[0], flat, partials, marks, tiles, BLOCK=FOLD_BLOCK)
-    _launch(kernels.sum_partials, 1, partials, marks, tiles, total, tiles.shape[0], segments.shape[0], BLOCK=SUM_BLOCK)
-    torch.autograd.graph.increment_version([partials, marks, total])
+    known = _on_device(marks, flat)
+    _launch(kernels.sum_stale_tiles, tiles.shape[0], flat, partials, known, tiles, BLOCK=FOLD_BLOCK)
+    _launch(kernels.sum_partials, 1, partials, known, tiles, total, tiles.shape[0], BLOCK=SUM_BLOCK)
+    marks.masked_fill_(marks == TOUCHED, TOUCHED | FRESH)
+    torch.autograd.graph.increment_version([partials, total])
 
 
 def close_window(
@@ -81,9 +82,8 @@ def close_window(
     check.window("close_window", scalars, steps, marks, total, divisor)
 
     clip = max_norm != float("inf")
-    _launch(
-        kernels.close, 1, scalars, steps, marks, total, divisor, max_norm, marks.numel(), CLIP=clip, BLOCK=SUM_BLOCK
-    )
+    arguments = (scalars, steps, _on_device(marks, scalars), total, divisor, max_norm, marks.numel())
+    _launch(kernels.close, 1, *arguments, CLIP=clip, BLOCK=SUM_BLOCK)
     torch.autograd.graph.increment_version([scalars, steps])
 
 
@@ -91,7 +91,7 @@ def rescale(flat: Tensor, marks: Tensor, segments: Tensor, tiles: Tensor, factor
     check.plan("rescale", flat, marks, segments, tiles)
     check.one("rescale", "factor", factor, torch.float32, (1,), flat.device)
 
-    _launch(kernels.rescale_tiles, tiles.shape[0], flat, marks, tiles, factor, BLOCK=FOLD_BLOCK)
+    _launch(kernels.rescale_tiles, tiles.shape[0], flat, _on_device(marks, flat), tiles, factor, BLOCK=FOLD_BLOCK)
     marks.bitwise_and_(TOUCHED)
     torch.autograd.graph.increment_version([flat])
 
@@ -101,10 +101,11 @@ def emit(
 ) -> None:
     check.plan("emit", flat, marks, segments, tiles)
     check.one("emit", "scalars", scalars, torch.float32, (3,), flat.device)
-    check.listed("emit", "grads", grads, flat, segments, absent="empty", marks=_known(marks))
+    check.listed("emit", "grads", grads, flat, segments, absent="empty", marks=marks)
 
     table = _table(flat, segments, _present(grads))
-    _launch(kernels.emit_tiles, tiles.shape[0], flat, marks, tiles, scalars, table, BLOCK=FOLD_BLOCK)
+    arguments = (flat, _on_device(marks, flat), tiles, scalars, table)
+    _launch(kernels.emit_tiles, tiles.shape[0], *arguments, BLOCK=FOLD_BLOCK)
     torch.autograd.graph.increment_version(list(grads))
 
 
@@ -126,10 +127,9 @@ def adam(
 ) -> None:
     check.plan("adam", flat, marks, segments, tiles)
     check.update("adam", flat, segments, scalars, steps, groups, hyper, ADAM_COLUMNS)
-    known = _known(marks)
-    check.listed("adam", "params", params, flat, segments, absent="empty", marks=known)
-    check.listed("adam", "exp_avgs", exp_avgs, flat, segments, absent="empty", marks=known)
-    check.listed("adam", "exp_avg_sqs", exp_avg_sqs, flat, segments, absent="empty", marks=known)
+    check.listed("adam", "params", params, flat, segments, absent="empty", marks=marks)
+    check.listed("adam", "exp_avgs", exp_avgs, flat, segments, absent="empty", marks=marks)
+    check.listed("adam", "exp_avg_sqs", exp_avg_sqs, flat, segments, absent="empty", marks=marks)
     check.listed("adam", "max_exp_avg_sqs", max_exp_avg_sqs, flat, segments, absent="empty")
     check.listed("adam", "masters", masters, flat, segments, check.SINGLE, absent="empty")
 
@@ -153,7 +153,7 @@ def sgd(
 ) -> None:
     check.plan("sgd", flat, marks, segments, tiles)
     check.update("sgd", flat, segments, scalars, steps, groups, hyper, SGD_COLUMNS)
-    check.listed("sgd", "params", params, flat, segments, absent="empty", marks=_known(marks))
+    check.listed("sgd", "params", params, flat, segments, absent="empty", marks=marks)
     check.listed("sgd", "momentum_buffers", momentum_buffers, flat, segments, absent="empty")
     check.listed("sgd", "masters", masters, flat, segments, check.SINGLE, absent="empty")
 
@@ -175,15 +175,14 @@ def _step(
     zero: bool,
 ) -> None:
     table = _table(flat, segments, *map(_present, lists))
-    arguments = (flat, marks, tiles, scalars, steps, groups, hyper, table)
+    arguments = (flat, _on_device(marks, flat), tiles, scalars, steps, groups, hyper, table)
     _launch(kernel, tiles.shape[0], *arguments, ZERO=bool(zero), BLOCK=STEP_BLOCK)
     written = [tensor for tensors in lists for tensor in tensors]
     torch.autograd.graph.increment_version([flat, *written] if zero else written)
 
 
-def _known(marks: Tensor) -> Tensor | None:
-    """Marks that can be read without waiting for a device."""
-    return marks if marks.device.type == "cpu" else None
+def _on_device(marks: Tensor, leader: Tensor) -> Tensor:
+    return marks.to(leader.device, non_blocking=True)
 
 
 def _present(tensors: Sequence[Tensor]) -> list[Tensor | None]:
