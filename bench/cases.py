@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
+
+CPU = torch.device("cpu")
 
 MICRO_BATCHES = 8
 MAX_NORM = 1.0
@@ -37,6 +39,28 @@ def llama_8b(share: int) -> list[tuple[int, ...]]:
     rows = [128256 // 32, 128256 // 32, 4096, 1024, 1024, 4096, 14336, 14336]
     shapes: list[tuple[int, ...]] = [(row // share, 4096) for row in rows]
     return [*shapes, (4096 // share, 14336), (4096,), (4096,), (4096,)]
+
+
+def pieces(tensors: Sequence[Tensor], most: int = 1 << 26) -> Iterator[Tensor]:
+    """All elements in order, as 1-D tensors of about `most`: many small tensors in one, a large one in several.
+
+    Comparing 10,000 tensors one by one takes longer than timing them, and one of 500 million not as much memory as
+    there is. Lists of the same shapes come in the same pieces.
+    """
+    group: list[Tensor] = []
+    held = 0
+    for tensor in tensors:
+        flat = tensor.detach().reshape(-1)
+        if group and held + flat.numel() > most:
+            yield torch.cat(group)
+            group, held = [], 0
+        if flat.numel() > most:
+            yield from flat.split(most)
+        else:
+            group.append(flat)
+            held += flat.numel()
+    if group:
+        yield torch.cat(group)
 
 
 def odd_sizes(largest: float = 2e6) -> list[tuple[int, ...]]:
@@ -109,16 +133,21 @@ KINDS = {
 
 @dataclass(eq=False)
 class Case:
-    """One shape list held in one way: the values every contender starts from and is fed."""
+    """One shape list held in one way: the values every contender starts from and is fed.
+
+    sets: how many sets of gradients there are; None for as many as `gradients` says.
+    """
 
     shapes: list[tuple[int, ...]]
     kind: Kind
     title: str
     seed: int = 1
+    device: torch.device = CPU
+    sets: int | None = None
     _generator: torch.Generator = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._generator = torch.Generator().manual_seed(self.seed)
+        self._generator = torch.Generator(self.device).manual_seed(self.seed)
 
     @property
     def numel(self) -> int:
@@ -142,7 +171,7 @@ class Case:
         """
         deviation = 2 * MAX_NORM * math.sqrt(MICRO_BATCHES / self.numel)
         fits = MICRO_BATCHES * self.numel * self.kind.gradient_bytes <= DISTINCT_GRADIENT_BYTES
-        return [self._normal(deviation) for _ in range(MICRO_BATCHES if fits else 2)]
+        return [self._normal(deviation) for _ in range(self.sets or (MICRO_BATCHES if fits else 2))]
 
     def order(self, window: int) -> list[int]:
         """The set each micro-batch of a window gets. Odd windows have another sum, so that stale sums are noticed."""
@@ -159,5 +188,5 @@ class Case:
         self.__dict__.pop("gradients", None)
 
     def _normal(self, deviation: float) -> list[Tensor]:
-        drawn = (torch.randn(shape, generator=self._generator) for shape in self.shapes)
+        drawn = (torch.randn(shape, generator=self._generator, device=self.device) for shape in self.shapes)
         return [values.mul_(deviation).to(self.kind.dtype) for values in drawn]

@@ -79,7 +79,7 @@ def test_a_step_that_lost_its_weight_decay_is_refused(kind, monkeypatch):
     case = Case(SHAPES, KINDS[kind], "refusal")
     kernels.steps(case)
     monkeypatch.setattr(window, "WEIGHT_DECAY", 0.0)
-    lossy = kernels.rival_step(case)
+    lossy = kernels.rival_step(case, kernels.State.of(case))
     with pytest.raises(RuntimeError, match="not timed"):
         kernels.check_step(case, [lossy])
 

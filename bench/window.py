@@ -102,7 +102,7 @@ class Rival(Window):
         self.optimizer = self.make_optimizer()
 
     def make_sums(self) -> list[Tensor]:
-        return [torch.zeros(shape) for shape in self.case.shapes]
+        return [torch.zeros(shape, device=self.case.device) for shape in self.case.shapes]
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         return adamw(self.updated, self.case, fused=True)
@@ -162,7 +162,7 @@ class ViewSums(Rival):
     name = "autograd into FP32 views"
 
     def make_sums(self) -> list[Tensor]:
-        self.flat = torch.zeros(self.case.numel)
+        self.flat = torch.zeros(self.case.numel, device=self.case.device)
         sizes = [start.numel() for start in self.case.start]
         return [part.view(shape) for part, shape in zip(self.flat.split(sizes), self.case.shapes, strict=True)]
 
@@ -198,7 +198,9 @@ class ForeachSums(Rival):
 
     def make_sums(self) -> list[Tensor]:
         convert = self.case.kind.dtype != torch.float32
-        self.converted = [torch.empty(shape) for shape in self.case.shapes] if convert else None
+        self.converted = (
+            [torch.empty(shape, device=self.case.device) for shape in self.case.shapes] if convert else None
+        )
         return super().make_sums()
 
     @torch.no_grad()
