@@ -22,12 +22,10 @@
 #define __constant__
 #define __launch_bounds__(...)
 #define __forceinline__ inline __attribute__((always_inline))
-#define __noinline__ __attribute__((noinline))
 #define __align__(bytes) __attribute__((aligned(bytes)))
 // A block runs on one OS thread, and one block at a time.
 #define __shared__ static thread_local
-// By reference, or every one of the fibers would copy 32 KB. Write it as `const Type __grid_constant__ name`.
-#define __grid_constant__ &
+#define __grid_constant__
 
 struct uint3 {
   unsigned x, y, z;
@@ -66,14 +64,15 @@ void wait_at_barrier(Site site);
 uint64_t wait_in_warp(WarpKind kind, unsigned mask, uint64_t value, int source, Site site);
 int this_lane();
 
-template <class... Parameters, class... Arguments>
-void launch(const char* name, void (*kernel)(Parameters...), int64_t blocks, int64_t threads, cudaStream_t,
+// call(arguments...) runs the kernel for one thread. The arguments are copied once, as a launch does.
+template <class Call, class... Arguments>
+void launch(const char* name, int64_t blocks, int64_t threads, cudaStream_t, const Call& call,
             const Arguments&... arguments) {
-  static_assert((0 + ... + sizeof(std::decay_t<Parameters>)) <= 32764, "a kernel takes 32,764 bytes of arguments");
-  using Copies = std::tuple<void (*)(Parameters...), std::decay_t<Parameters>...>;
-  Copies copies(kernel, std::decay_t<Parameters>(arguments)...);
+  static_assert((0 + ... + sizeof(std::decay_t<Arguments>)) <= 32764, "a kernel takes 32,764 bytes of arguments");
+  std::tuple<const Call&, std::decay_t<Arguments>...> copies(call, arguments...);
   const auto run_thread = [](void* data) {
-    std::apply([](auto function, auto&... values) { function(values...); }, *static_cast<Copies*>(data));
+    std::apply([](const Call& function, const auto&... values) { function(values...); },
+               *static_cast<decltype(copies)*>(data));
   };
   run({name, blocks, threads, run_thread, &copies});
 }
@@ -91,7 +90,8 @@ T shuffle(unsigned mask, T value, int source, Site site) {
 }  // namespace emulation
 
 #define FUSEDACCUM_LAUNCH(kernel, blocks, threads, stream, ...) \
-  emulation::launch(#kernel, kernel, blocks, threads, stream, __VA_ARGS__)
+  emulation::launch(                                            \
+      #kernel, blocks, threads, stream, [&](const auto&... arguments) { kernel(arguments...); }, __VA_ARGS__)
 
 // The defaulted arguments are evaluated where the function is called.
 #define EMULATION_CALLER const char *file = __builtin_FILE(), int line = __builtin_LINE()
