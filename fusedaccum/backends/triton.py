@@ -1,7 +1,8 @@
 """The operators as Triton kernels: any GPU that Triton supports, and Triton's interpreter on the CPU.
 
-Each operator is one launch over all tiles of all segments (the norm has a second stage), and at most one of torch's
-own to set marks. Nothing waits for the device. See `fusedaccum.ops` for what the arguments are.
+Each operator is one launch over all tiles of all segments (the norm has a second stage) and one copy to the device, of
+what the host alone knows: which segments are touched, where their tensors are and of which dtype. The copy comes from
+pinned memory, so that nothing waits for the device. See `fusedaccum.ops` for what the arguments are.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from fusedaccum.backends import _checks as check
 from fusedaccum.backends import _triton_kernels as kernels
+from fusedaccum.backends import _triton_rules as rules
 from fusedaccum.ops import ADAM_COLUMNS, FRESH, SGD_COLUMNS, TOUCHED
 
 _CODES = {
@@ -23,10 +25,9 @@ _CODES = {
 }
 _INTERPRETED = not isinstance(kernels.fold_tiles, triton.JITFunction)
 
-# Elements that a program holds at a time. 256 threads then have 16 for a fold and 8 for an update, which has up to six
-# streams. In-place kernels are not autotuned: trying a configuration would already change the data.
-FOLD_BLOCK = 4096
-STEP_BLOCK = 2048
+# Elements of a full tile that a program holds at a time: 8 for each of 256 threads. In-place kernels are not autotuned:
+# trying a configuration would already change the data.
+BLOCK = 2048
 SUM_BLOCK = 1024
 # Without fusion by the compiler: where a product is added, the kernels say so themselves.
 LAUNCH_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
@@ -56,11 +57,14 @@ def fold(
     check.one("fold", "scale", scale, torch.float32, (1,), flat.device)
     check.listed("fold", "grads", grads, flat, segments, absent="None")
 
-    grads = [grad if grad is None else grad.resolve_neg() for grad in grads]  # a kernel reads memory, not the mark
-    table = _table(flat, segments, grads)
-    arguments = (flat, partials, _on_device(marks, flat), tiles, table, scale)
-    _launch(kernels.fold_tiles, tiles.shape[0], *arguments, NORM=bool(norm), BLOCK=FOLD_BLOCK)
-    present = torch.tensor([grad is not None for grad in grads], dtype=torch.bool, device=marks.device)
+    # A kernel reads memory, not the mark of a lazily negated tensor.
+    grads = [grad.resolve_neg() if grad is not None and grad.is_neg() else grad for grad in grads]
+    codes = [0 if grad is None else _CODES[grad.dtype] for grad in grads]
+    addresses = [0 if grad is None else grad.data_ptr() for grad in grads]
+    words = _words(codes, marks)
+    arguments = (flat, partials, tiles, _to_device("fold", words + addresses, flat), len(words), scale)
+    _launch(kernels.fold_tiles, tiles.shape[0], *arguments, NORM=bool(norm), BLOCK=BLOCK)
+    present = torch.tensor([grad is not None for grad in grads], dtype=torch.bool, device="cpu")
     marks.masked_fill_(present, TOUCHED | FRESH if norm else TOUCHED)
     torch.autograd.graph.increment_version([flat, partials])
 
@@ -69,10 +73,12 @@ def square_total(flat: Tensor, partials: Tensor, marks: Tensor, segments: Tensor
     check.plan("square_total", flat, marks, segments, tiles)
     check.norm("square_total", flat, partials, tiles, total)
 
-    known = _on_device(marks, flat)
-    _launch(kernels.sum_stale_tiles, tiles.shape[0], flat, partials, known, tiles, BLOCK=FOLD_BLOCK)
+    known = _to_device("square_total", marks, flat)
+    stale = marks == TOUCHED
+    if stale.any():
+        _launch(kernels.sum_stale_tiles, tiles.shape[0], flat, partials, known, tiles, BLOCK=BLOCK)
     _launch(kernels.sum_partials, 1, partials, known, tiles, total, tiles.shape[0], BLOCK=SUM_BLOCK)
-    marks.masked_fill_(marks == TOUCHED, TOUCHED | FRESH)
+    marks.masked_fill_(stale, TOUCHED | FRESH)
     torch.autograd.graph.increment_version([partials, total])
 
 
@@ -82,7 +88,7 @@ def close_window(
     check.window("close_window", scalars, steps, marks, total, divisor)
 
     clip = max_norm != float("inf")
-    arguments = (scalars, steps, _on_device(marks, scalars), total, divisor, max_norm, marks.numel())
+    arguments = (scalars, steps, _to_device("close_window", marks, scalars), total, divisor, max_norm, marks.numel())
     _launch(kernels.close, 1, *arguments, CLIP=clip, BLOCK=SUM_BLOCK)
     torch.autograd.graph.increment_version([scalars, steps])
 
@@ -91,7 +97,8 @@ def rescale(flat: Tensor, marks: Tensor, segments: Tensor, tiles: Tensor, factor
     check.plan("rescale", flat, marks, segments, tiles)
     check.one("rescale", "factor", factor, torch.float32, (1,), flat.device)
 
-    _launch(kernels.rescale_tiles, tiles.shape[0], flat, _on_device(marks, flat), tiles, factor, BLOCK=FOLD_BLOCK)
+    known = _to_device("rescale", marks, flat)
+    _launch(kernels.rescale_tiles, tiles.shape[0], flat, known, tiles, factor, BLOCK=BLOCK)
     marks.bitwise_and_(TOUCHED)
     torch.autograd.graph.increment_version([flat])
 
@@ -103,9 +110,9 @@ def emit(
     check.one("emit", "scalars", scalars, torch.float32, (3,), flat.device)
     check.listed("emit", "grads", grads, flat, segments, absent="empty", marks=marks)
 
-    table = _table(flat, segments, _present(grads))
-    arguments = (flat, _on_device(marks, flat), tiles, scalars, table)
-    _launch(kernels.emit_tiles, tiles.shape[0], *arguments, BLOCK=FOLD_BLOCK)
+    words, addresses = _listed([grads], marks)
+    arguments = (flat, tiles, scalars, _to_device("emit", words + addresses, flat), len(words))
+    _launch(kernels.emit_tiles, tiles.shape[0], *arguments, BLOCK=BLOCK)
     torch.autograd.graph.increment_version(list(grads))
 
 
@@ -134,7 +141,7 @@ def adam(
     check.listed("adam", "masters", masters, flat, segments, check.SINGLE, absent="empty")
 
     lists = [params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters]
-    _step(kernels.adam_tiles, flat, marks, segments, tiles, scalars, steps, groups, hyper, lists, zero)
+    _step("adam", rules.adam_tiles, flat, marks, tiles, scalars, steps, groups, hyper, lists, zero)
 
 
 def sgd(
@@ -158,14 +165,14 @@ def sgd(
     check.listed("sgd", "masters", masters, flat, segments, check.SINGLE, absent="empty")
 
     lists = [params, momentum_buffers, masters]
-    _step(kernels.sgd_tiles, flat, marks, segments, tiles, scalars, steps, groups, hyper, lists, zero)
+    _step("sgd", rules.sgd_tiles, flat, marks, tiles, scalars, steps, groups, hyper, lists, zero)
 
 
 def _step(
+    op: str,
     kernel: triton.JITFunction,
     flat: Tensor,
     marks: Tensor,
-    segments: Tensor,
     tiles: Tensor,
     scalars: Tensor,
     steps: Tensor,
@@ -174,30 +181,57 @@ def _step(
     lists: list[Sequence[Tensor]],
     zero: bool,
 ) -> None:
-    table = _table(flat, segments, *map(_present, lists))
-    arguments = (flat, _on_device(marks, flat), tiles, scalars, steps, groups, hyper, table)
-    _launch(kernel, tiles.shape[0], *arguments, ZERO=bool(zero), BLOCK=STEP_BLOCK)
+    words, addresses = _listed(lists, marks)
+    table = _to_device(op, words + addresses, flat)
+    arguments = (flat, tiles, scalars, steps, groups, hyper, table, len(words))
+    kinds = _kinds(op, words)
+    if kinds:
+        _launch(kernel, tiles.shape[0], *arguments, KINDS=kinds, ZERO=bool(zero), BLOCK=BLOCK)
     written = [tensor for tensors in lists for tensor in tensors]
     torch.autograd.graph.increment_version([flat, *written] if zero else written)
 
 
-def _on_device(marks: Tensor, leader: Tensor) -> Tensor:
-    return marks.to(leader.device, non_blocking=True)
+# The list that a group's hyper-parameters can leave out: v_max without amsgrad, the buffer without momentum. Only the
+# device sees them.
+_OPTIONAL = {"adam": 3, "sgd": 1}
 
 
-def _present(tensors: Sequence[Tensor]) -> list[Tensor | None]:
-    return [tensor if tensor.numel() else None for tensor in tensors]
+def _kinds(op: str, words: list[int]) -> tuple[int, ...]:
+    """The kinds that a kernel must have code for, in an order of their own: one compilation for each set of them."""
+    kinds = {word >> 1 for word in set(words) if word & TOUCHED}
+    return tuple(sorted(kinds | {kind & ~(3 << 2 * _OPTIONAL[op]) for kind in kinds}))
 
 
-def _table(flat: Tensor, segments: Tensor, *lists: Sequence[Tensor | None]) -> Tensor:
-    """int64[n, 2 * lists] on `flat`'s device: address and dtype code of each segment's tensors, zeros for None."""
-    rows = []
-    for k in range(segments.shape[0]):
-        for tensors in lists:
-            tensor = tensors[k] if tensors else None
-            rows += (0, kernels.ABSENT.value) if tensor is None else (tensor.data_ptr(), _CODES[tensor.dtype])
-    table = torch.tensor(rows, dtype=torch.int64).view(segments.shape[0], 2 * len(lists))
-    return table.to(flat.device, non_blocking=True)
+def _listed(lists: list[Sequence[Tensor]], marks: Tensor) -> tuple[list[int], list[int]]:
+    """The words of all segments, and their tensors' addresses list by list: see `_triton_kernels`."""
+    n = marks.numel()
+    kinds, addresses = [0] * n, []
+    for k, tensors in enumerate(lists):
+        if not tensors:
+            addresses += [0] * n
+            continue
+        places = [tensor.data_ptr() for tensor in tensors]  # 0 where there are no elements
+        codes = [_CODES[tensor.dtype] << 2 * k for tensor in tensors]
+        kinds = [kind + code if place else kind for kind, code, place in zip(kinds, codes, places, strict=True)]
+        addresses += places
+    return _words(kinds, marks), addresses
+
+
+def _words(kinds: list[int], marks: Tensor) -> list[int]:
+    return [2 * kind + (mark & TOUCHED) for kind, mark in zip(kinds, marks.tolist(), strict=True)]
+
+
+def _to_device(op: str, facts: Tensor | list[int], leader: Tensor) -> Tensor:
+    """What the host knows, uint8 or int64, on `leader`'s device: a copy that the host does not wait for."""
+    on_gpu = leader.is_cuda
+    if on_gpu and torch.cuda.is_current_stream_capturing():
+        rule = 'be called outside of CUDA graph capture with backend="triton": a replay would read a table that is gone'
+        raise RuntimeError(f'{op}: the operator must {rule}, got a stream that is capturing; use backend="compiled"')
+    if isinstance(facts, list):
+        facts = torch.tensor(facts, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
+    elif on_gpu:
+        facts = facts.pin_memory()
+    return facts.to(leader.device, non_blocking=True)
 
 
 def _launch(kernel: triton.JITFunction, programs: int, *arguments: object, **constants: object) -> None:
