@@ -173,6 +173,17 @@ class Case:
         fits = MICRO_BATCHES * self.numel * self.kind.gradient_bytes <= DISTINCT_GRADIENT_BYTES
         return [self._normal(deviation) for _ in range(self.sets or (MICRO_BATCHES if fits else 2))]
 
+    @cached_property
+    def scaled(self) -> list[Tensor]:
+        """Room for a set of gradients times SCALE, which is exact: of a loss that was divided by hand."""
+        return [torch.empty_like(grad) for grad in self.gradients[0]]
+
+    def scale(self, index: int) -> list[Tensor]:
+        """Fill `scaled` with a set of gradients."""
+        for scaled, grad in zip(self.scaled, self.gradients[index], strict=True):
+            torch.mul(grad, SCALE, out=scaled)
+        return self.scaled
+
     def order(self, window: int) -> list[int]:
         """The set each micro-batch of a window gets. Odd windows have another sum, so that stale sums are noticed."""
         sets = len(self.gradients)
@@ -184,8 +195,8 @@ class Case:
 
     def forget(self) -> None:
         """Let go of the tensors: the next case may be as large."""
-        self.__dict__.pop("start", None)
-        self.__dict__.pop("gradients", None)
+        for name in ("start", "gradients", "scaled"):
+            self.__dict__.pop(name, None)
 
     def _normal(self, deviation: float) -> list[Tensor]:
         drawn = (torch.randn(shape, generator=self._generator, device=self.device) for shape in self.shapes)

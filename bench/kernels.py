@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -27,12 +28,17 @@ def least_fold_bytes(stage: str, gradient_bytes: int) -> int:
 
 @dataclass
 class Kernel:
-    """A contender of one call. `result` shows what it left behind, for the comparison with float64 before the race."""
+    """A contender of one call. `result` shows what it left behind, for the comparison with float64 before the race.
+
+    norm: of what a last fold left behind. scales_first: whether a first touch multiplies with SCALE too.
+    """
 
     name: str
     prepare: Callable[[], object]
     run: Callable[[], object]
     result: Callable[[], list[Tensor]]
+    norm: Callable[[], float] | None = None
+    scales_first: bool = False
 
     def parts(self) -> Iterable[Part]:
         yield (self.prepare, self.run)
@@ -56,20 +62,24 @@ def our_fold(stage: str, grads: list[Tensor], buffer: FlatBuffer) -> Kernel:
         if stage == "last":
             buffer.square_total()
 
-    return Kernel(OURS, buffer.clear if stage == "first" else lambda: None, run, lambda: views(buffer))
+    prepare = buffer.clear if stage == "first" else lambda: None
+    return Kernel(
+        OURS, prepare, run, lambda: views(buffer), lambda: math.sqrt(float(buffer.total[0])), scales_first=True
+    )
 
 
 def rival_kernel(name: str, stage: str, sums: list[Tensor], copy: Callable, add: Callable) -> Kernel:
     """A rival's fold: `copy(sums)` on a first touch, else `add(sums)`; one was done when this returns."""
+    norm: list[Tensor] = []
     if stage != "first":
         add(sums)
 
     def run() -> None:
         (copy if stage == "first" else add)(sums)
         if stage == "last":
-            torch.nn.utils.get_total_norm(sums, foreach=True)
+            norm[:] = [torch.nn.utils.get_total_norm(sums, foreach=True)]
 
-    return Kernel(name, lambda: None, run, lambda: sums)
+    return Kernel(name, lambda: None, run, lambda: sums, lambda: float(norm[0]))
 
 
 def each_fold(stage: str, grads: list[Tensor], sums: list[Tensor]) -> Kernel:
@@ -100,17 +110,21 @@ def foreach_fold(stage: str, grads: list[Tensor], sums: list[Tensor]) -> Kernel:
     return rival_kernel("_foreach_add_", stage, sums, lambda sums: torch._foreach_copy_(sums, grads), add_converted)
 
 
-def check_fold(case: Case, stage: str, grads: list[Tensor], kernels: list[Kernel]) -> None:
-    """Refuse to time a fold whose sums are not the float64 ones, to within two roundings of FP32."""
+def check_fold(stage: str, grads: list[Tensor], kernels: list[Kernel]) -> None:
+    """Refuse to time a fold whose sums or norm are not the float64 ones; sums to within two roundings of FP32."""
     for kernel in kernels:
         run_count = 1 if stage == "first" else 2  # one while it was built, and this one
         kernel.prepare()
         kernel.run()
-        scale = 1.0 if stage == "first" and kernel.name != OURS else SCALE
+        scale = 1.0 if stage == "first" and not kernel.scales_first else SCALE
+        square = 0.0
         for got, grad in zip(pieces(kernel.result()), pieces(grads), strict=True):
             right = grad.double() * (scale * run_count)
+            square += float(right.square().sum())
             if not torch.allclose(got.double(), right, rtol=2**-22, atol=0.0):
                 raise RuntimeError(f"fold, {stage}, {kernel.name}: a sum is wrong; not timed")
+        if stage == "last" and not math.isclose(kernel.norm(), math.sqrt(square), rel_tol=1e-3):
+            raise RuntimeError(f"fold, {stage}, {kernel.name}: the norm is wrong; not timed")
 
 
 def folds(case: Case, stage: str) -> list[Kernel]:
@@ -119,7 +133,7 @@ def folds(case: Case, stage: str) -> list[Kernel]:
     kernels = [our_fold(stage, grads, buffer_for(case))]
     for rival in (each_fold, foreach_fold):
         kernels.append(rival(stage, grads, [torch.zeros_like(grad, dtype=torch.float32) for grad in grads]))
-    check_fold(case, stage, grads, kernels)
+    check_fold(stage, grads, kernels)
     return kernels
 
 

@@ -71,7 +71,7 @@ def test_a_fold_that_scales_wrongly_is_refused(stage):
     folds = kernels.folds(case, stage)
     shifted = [grad * 1.01 for grad in case.gradients[0]]
     with pytest.raises(RuntimeError, match="not timed"):
-        kernels.check_fold(case, stage, shifted, folds)
+        kernels.check_fold(stage, shifted, folds)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -60,6 +60,7 @@ class Ours(Window):
     """The public wrapper, as in the README: step() and zero_grad() in every micro-batch; the eighth updates."""
 
     name = "fusedaccum"
+    backend = "auto"
 
     def __init__(self, case: Case) -> None:
         from fusedaccum import FusedAccumOptimizer
@@ -76,6 +77,7 @@ class Ours(Window):
                 update="fused",
                 master_weights=case.kind.masters,
                 state_dtype=case.kind.state_dtype if own_state else None,
+                backend=self.backend,
             )
 
     def add(self) -> None:
@@ -212,7 +214,7 @@ class ForeachSums(Rival):
         torch._foreach_add_(self.sums, grads, alpha=SCALE)
 
 
-def _add_all(sums: list[Tensor], grads: list[Tensor]) -> None:
+def add_all(sums: list[Tensor], grads: list[Tensor]) -> None:
     for total, grad in zip(sums, grads, strict=True):
         total.add_(grad, alpha=SCALE)
 
@@ -225,7 +227,7 @@ class CompiledSums(Rival):
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
-        self.compiled_add = torch.compile(_add_all, dynamic=False)
+        self.compiled_add = torch.compile(add_all, dynamic=False)
 
     @torch.no_grad()
     def add(self) -> None:

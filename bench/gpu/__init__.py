@@ -1,0 +1,1 @@
+"""The benchmark on a GPU. `python -m bench` measures the CPU."""
