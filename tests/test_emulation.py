@@ -6,6 +6,7 @@ None of this shows speed, occupancy, the memory ordering of a real GPU or the be
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -65,19 +66,19 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
     return Programs(tmp_path_factory.mktemp("emulation"))
 
 
-def run(programs: Programs, name: str, how: str, *arguments: str, strict: bool = False):
-    """Run planted or primitives in the way that RUNS names."""
-    sanitizer, settings = RUNS[how]
+def run(programs: Programs, name: str, how: str, *arguments: str, **settings) -> subprocess.CompletedProcess[str]:
+    """Run planted or primitives in the way that RUNS names, with other settings where they are given."""
+    sanitizer, own = RUNS[how]
     program = programs.get(name, sanitizer, (emulation.HERE / f"{name}.cu",))
-    return emulation.execute(program, list(arguments), **{**settings, **({"strict": True} if strict else {})})
+    return emulation.execute(program, list(arguments), **{**own, **settings})
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["lenient", "strict"])
-@pytest.mark.parametrize("how", RUNS)
-def test_right_kernels_pass_in_every_run(programs: Programs, how: str, strict: bool) -> None:
-    for name in FOUND_BY:
-        done = run(programs, "planted", how, name, "right", strict=strict)
-        assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), name
+@pytest.mark.parametrize("order", ["forward", "reverse", "random"])
+@pytest.mark.parametrize("how", ["forward", "address", "thread"])
+def test_right_kernels_pass_in_every_run(programs: Programs, how: str, order: str, strict: bool) -> None:
+    done = run(programs, "planted", how, "all", "right", order=order, strict=strict)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 @pytest.mark.parametrize("name", FOUND_BY)

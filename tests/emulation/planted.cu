@@ -1,5 +1,5 @@
-// Small kernels that are right, and the same with one planted bug each. planted CASE right|bug runs one of them and
-// compares; test_emulation.py knows which runs must find which bug.
+// Small kernels that are right, and the same with one planted bug each. planted CASE|all right|bug runs them
+// and compares; test_emulation.py knows which runs must find which bug.
 #include <cuda_runtime_api.h>
 
 #include <cstdio>
@@ -184,9 +184,15 @@ int run(const Case& which, bool bug) {
 
 int main(int argc, char** argv) {
   const bool bug = argc == 3 && strcmp(argv[2], "bug") == 0;
-  if (argc == 3 && (bug || strcmp(argv[2], "right") == 0))
-    for (const Case& each : kCases)
-      if (strcmp(each.name, argv[1]) == 0) return run(each, bug);
-  fprintf(stderr, "usage: planted CASE right|bug\n");
+  if (argc == 3 && (bug || strcmp(argv[2], "right") == 0)) {
+    bool known = false;
+    for (const Case& each : kCases) {
+      if (strcmp("all", argv[1]) != 0 && strcmp(each.name, argv[1]) != 0) continue;
+      if (run(each, bug) != 0) return 1;
+      known = true;
+    }
+    if (known) return 0;
+  }
+  fprintf(stderr, "usage: planted CASE|all right|bug\n");
   return 2;
 }
