@@ -8,12 +8,12 @@ import os
 import shutil
 from glob import glob
 
+import torch
 from setuptools import setup
 from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension, get_cxx_compiler
 
 COMMON = ["-O3", "-g0", "-fvisibility=hidden", "-ffp-contract=off", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
-NVCC = ["-O3", "--fmad=false", "-DTORCH_TARGET_VERSION=0x020a000000000000", "-DUSE_CUDA"]
-CUDA_SOURCES = sorted(glob("csrc/cuda/*.cu"))
+NVCC = ["-O3", "--fmad=false"]
 
 
 def cuda_obstacle(switch: str) -> str | None:
@@ -24,7 +24,7 @@ def cuda_obstacle(switch: str) -> str | None:
         return "not built: FUSEDACCUM_CUDA=0"
     if shutil.which("nvcc") is None:
         return "not built: nvcc is not on PATH"
-    return None if CUDA_SOURCES else "not built: there are no kernels in csrc/cuda"
+    return None if torch.version.cuda else "not built: this torch was built without CUDA"
 
 
 def extensions() -> list:
@@ -42,9 +42,9 @@ def extensions() -> list:
     flags = [*COMMON, f'-DFUSEDACCUM_CUDA_STATUS="{obstacle or "built"}"']
     modules = [CppExtension("fusedaccum._C", sources, extra_compile_args={"cxx": flags})]
     if not obstacle:
-        modules.append(
-            CUDAExtension("fusedaccum._cuda", CUDA_SOURCES, extra_compile_args={"cxx": COMMON, "nvcc": NVCC})
-        )
+        sources = [*sorted(glob("csrc/cuda/*.cpp")), *sorted(glob("csrc/cuda/*.cu"))]
+        flags = {"cxx": [*COMMON, "-DUSE_CUDA"], "nvcc": NVCC}
+        modules.append(CUDAExtension("fusedaccum._cuda", sources, extra_compile_args=flags))
     return modules
 
 

@@ -38,6 +38,7 @@ pybind11::dict build_info() {
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "The C++ operators of fusedaccum, registered as torch.ops.fusedaccum.* when this module is imported.";
+  m.attr("CUDA_STATUS") = FUSEDACCUM_CUDA_STATUS;
   m.def("build_info", &build_info,
         "How the operators were built, and the instruction set that they run on. Raises RuntimeError where the\n"
         "environment variable FUSEDACCUM_ISA names one that is unknown or that this processor lacks.");

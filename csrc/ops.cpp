@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "check.h"
+#include "call.h"
 #include "cpu/isa.h"
 #include "cpu/work.h"
 #include "rules.h"
@@ -14,33 +14,15 @@
 namespace fusedaccum {
 namespace {
 
-template <class T>
-T* data(const Tensor& t) {
-  return static_cast<T*>(t.data_ptr());
-}
-
 // Non-temporal stores write past the caches. Below this many elements (32 MB) what is written may still be in a cache
 // when it is read again.
 constexpr int64_t kStreamFrom = int64_t(8) << 20;
 
-// What all operators on the flat buffer share.
-struct Call {
-  Check check;
-  float* flat;
-  uint8_t* marks;
-  const Tile* tiles;
-  Plan plan;
+struct CpuCall : Call {
   Work work;
 
-  Call(const char* op, const Tensor& flat_, const Tensor& marks_, const Tensor& segments, const Tensor& tiles_)
-      : check(op, "flat", flat_, aoti_torch_device_type_cpu()), plan(check, flat_, marks_, segments, tiles_) {
-    flat = data<float>(flat_);
-    marks = data<uint8_t>(marks_);
-    tiles = data<const Tile>(tiles_);
-  }
-
-  int64_t numel(int64_t k) const { return plan.segments[k].numel; }
-  bool touched(int64_t k) const { return marks[k] & kTouched; }
+  CpuCall(const char* op, const Tensor& flat, const Tensor& marks, const Tensor& segments, const Tensor& tiles)
+      : Call(op, flat, marks, segments, tiles, aoti_torch_device_type_cpu()) {}
 
   void add(int64_t k) {
     plan.check_tiles(check, tiles, k);
@@ -51,37 +33,15 @@ struct Call {
     for (int64_t k = 0; k < plan.count; ++k)
       if (touched(k)) add(k);
   }
-
-  // One entry for each segment. A tensor of 0 elements, or an empty list, says that an entry does not apply; that is an
-  // error where the segment is touched and the entry is `needed`.
-  std::vector<Elements> list(const char* name, const Tensors& tensors, bool needed, bool only_float32 = false) const {
-    std::vector<Elements> entries(plan.count);
-    const bool none = tensors.empty();
-    for (int64_t k = 0; none && needed && k < plan.count; ++k)
-      if (touched(k)) check.length(name, 0, plan.count);
-    if (none) return entries;
-    check.length(name, tensors.size(), plan.count);
-    for (int64_t k = 0; k < plan.count; ++k) {
-      const bool may_be_left_out = !(needed && touched(k));
-      if (may_be_left_out && tensors[k].numel() == 0) continue;
-      entries[k] = check.entry(name, k, tensors[k], numel(k), only_float32);
-    }
-    return entries;
-  }
 };
 
 void fold(Tensor flat, Tensor partials, Tensor marks, Tensor segments, Tensor tiles, const OptionalTensors& grads,
           Tensor scale, bool norm) {
-  Call call("fold", flat, marks, segments, tiles);
-  call.check.one("partials", partials, ScalarType::Double, {tiles.size(0)});
-  call.check.one("scale", scale, ScalarType::Float, {1});
-  call.check.length("grads", grads.size(), call.plan.count);
-  std::vector<Elements> sources(call.plan.count);
-  for (int64_t k = 0; k < call.plan.count; ++k) {
-    if (!grads[k]) continue;
-    sources[k] = call.check.entry("grads", k, *grads[k], call.numel(k));
-    call.add(k);
-  }
+  CpuCall call("fold", flat, marks, segments, tiles);
+  call.check_fold(partials, tiles, scale);
+  const std::vector<Elements> sources = call.gradients(grads);
+  for (int64_t k = 0; k < call.plan.count; ++k)
+    if (grads[k]) call.add(k);
 
   const Kernels& cpu = kernels();
   const float factor = *data<float>(scale);
@@ -93,14 +53,12 @@ void fold(Tensor flat, Tensor partials, Tensor marks, Tensor segments, Tensor ti
                  call.tiles + tile, count);
       },
       cpu.fence);
-  for (int64_t k = 0; k < call.plan.count; ++k)
-    if (grads[k]) call.marks[k] = norm ? kTouched | kFresh : kTouched;
+  call.mark_folded(grads, norm);
 }
 
 void square_total(Tensor flat, Tensor partials, Tensor marks, Tensor segments, Tensor tiles, Tensor total) {
-  Call call("square_total", flat, marks, segments, tiles);
-  call.check.one("partials", partials, ScalarType::Double, {tiles.size(0)});
-  call.check.one("total", total, ScalarType::Double, {kTotal});
+  CpuCall call("square_total", flat, marks, segments, tiles);
+  call.check_norm(partials, tiles, total);
   for (int64_t k = 0; k < call.plan.count; ++k)
     if (call.touched(k) && !(call.marks[k] & kFresh)) call.add(k);
 
@@ -119,12 +77,7 @@ void square_total(Tensor flat, Tensor partials, Tensor marks, Tensor segments, T
 }
 
 void close_window(Tensor scalars, Tensor steps, Tensor marks, Tensor total, Tensor divisor, double max_norm) {
-  const Check check("close_window", "scalars", scalars, aoti_torch_device_type_cpu());
-  check.one("scalars", scalars, ScalarType::Float, {3});
-  check.one_on_cpu("marks", marks, ScalarType::Byte, {-1});
-  check.one("steps", steps, ScalarType::Float, {marks.numel()});
-  check.one("total", total, ScalarType::Double, {1});
-  check.one("divisor", divisor, ScalarType::Double, {1});
+  check_close(scalars, steps, marks, total, divisor, aoti_torch_device_type_cpu());
 
   const host::Closing closing = host::close_window(*data<double>(total), *data<double>(divisor), max_norm);
   float* out = data<float>(scalars);
@@ -137,7 +90,7 @@ void close_window(Tensor scalars, Tensor steps, Tensor marks, Tensor total, Tens
 }
 
 void rescale(Tensor flat, Tensor marks, Tensor segments, Tensor tiles, Tensor factor) {
-  Call call("rescale", flat, marks, segments, tiles);
+  CpuCall call("rescale", flat, marks, segments, tiles);
   call.check.one("factor", factor, ScalarType::Float, {1});
   call.add_touched();
 
@@ -145,11 +98,11 @@ void rescale(Tensor flat, Tensor marks, Tensor segments, Tensor tiles, Tensor fa
   const float value = *data<float>(factor);
   call.work.parallel(
       [&](int64_t, int64_t tile, int64_t count) { cpu.rescale(call.flat, value, call.tiles + tile, count); });
-  for (int64_t k = 0; k < call.plan.count; ++k) call.marks[k] &= kTouched;
+  call.mark_stale();
 }
 
 void emit(Tensor flat, Tensor marks, Tensor segments, Tensor tiles, Tensor scalars, const Tensors& grads) {
-  Call call("emit", flat, marks, segments, tiles);
+  CpuCall call("emit", flat, marks, segments, tiles);
   call.check.one("scalars", scalars, ScalarType::Float, {3});
   const std::vector<Elements> targets = call.list("grads", grads, true);
   call.add_touched();
@@ -175,10 +128,7 @@ struct Update {
   Update(const Call& call, const Tensor& scalars, const Tensor& steps, const Tensor& groups, const Tensor& hyper,
          int64_t columns, const Make& make)
       : which(call.plan.count) {
-    call.check.one("scalars", scalars, ScalarType::Float, {3});
-    call.check.one("steps", steps, ScalarType::Float, {call.plan.count});
-    call.check.one("groups", groups, ScalarType::Long, {call.plan.count});
-    call.check.one("hyper", hyper, ScalarType::Double, {-1, columns});
+    call.check_update(scalars, steps, groups, hyper, columns);
     multiplier = data<float>(scalars)[0];
     skip = data<float>(scalars)[1] != 0;
     int64_t group = -1;
@@ -200,7 +150,7 @@ struct Update {
 };
 
 // A skipped window changes nothing but the zeros that were asked for.
-void skip_update(const Call& call, bool zero) {
+void skip_update(const CpuCall& call, bool zero) {
   if (!zero) return;
   const Kernels& cpu = kernels();
   call.work.parallel([&](int64_t, int64_t tile, int64_t count) { cpu.zero(call.flat, call.tiles + tile, count); });
@@ -209,13 +159,9 @@ void skip_update(const Call& call, bool zero) {
 void adam(Tensor flat, Tensor marks, Tensor segments, Tensor tiles, Tensor scalars, Tensor steps, Tensor groups,
           Tensor hyper, const Tensors& params, const Tensors& exp_avgs, const Tensors& exp_avg_sqs,
           const Tensors& max_exp_avg_sqs, const Tensors& masters, bool zero) {
-  Call call("adam", flat, marks, segments, tiles);
+  CpuCall call("adam", flat, marks, segments, tiles);
   const Update<AdamFactors> update(call, scalars, steps, groups, hyper, kAdamColumns, host::adam_factors);
-  const auto p = call.list("params", params, true);
-  const auto m = call.list("exp_avgs", exp_avgs, true);
-  const auto v = call.list("exp_avg_sqs", exp_avg_sqs, true);
-  const auto v_max = call.list("max_exp_avg_sqs", max_exp_avg_sqs, false);
-  const auto master = call.list("masters", masters, false, true);
+  const auto [p, m, v, v_max, master] = call.adam_lists(params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters);
   call.add_touched();
 
   if (update.skip) return skip_update(call, zero);
@@ -230,11 +176,9 @@ void adam(Tensor flat, Tensor marks, Tensor segments, Tensor tiles, Tensor scala
 
 void sgd(Tensor flat, Tensor marks, Tensor segments, Tensor tiles, Tensor scalars, Tensor steps, Tensor groups,
          Tensor hyper, const Tensors& params, const Tensors& momentum_buffers, const Tensors& masters, bool zero) {
-  Call call("sgd", flat, marks, segments, tiles);
+  CpuCall call("sgd", flat, marks, segments, tiles);
   const Update<SgdFactors> update(call, scalars, steps, groups, hyper, kSgdColumns, host::sgd_factors);
-  const auto p = call.list("params", params, true);
-  const auto b = call.list("momentum_buffers", momentum_buffers, false);
-  const auto master = call.list("masters", masters, false, true);
+  const auto [p, b, master] = call.sgd_lists(params, momentum_buffers, masters);
   call.add_touched();
 
   if (update.skip) return skip_update(call, zero);

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cmath>
+#include <cstdint>
 
 #if defined(__CUDACC__)
 #define FUSEDACCUM_HD __host__ __device__ __forceinline__
@@ -75,6 +76,14 @@ FUSEDACCUM_HD Closing close_window(double total, double divisor, double max_norm
   return {float(1 / divisor * (clip >= 1.0 ? 1.0 : clip)), 0.0f, float(norm)};
 }
 
+// base^exponent for a whole number, by repeated squaring: the same bits on every device, which pow does not promise.
+FUSEDACCUM_HD double power(double base, int64_t exponent) {
+  double result = 1;
+  for (; exponent > 0; exponent >>= 1, base *= base)
+    if (exponent & 1) result *= base;
+  return result;
+}
+
 // hyper: one row in the order of ADAM_COLUMNS.
 FUSEDACCUM_HD AdamFactors adam_factors(const double* hyper, double step, float multiplier) {
   const double lr = hyper[0], beta1 = hyper[1], beta2 = hyper[2], eps = hyper[3], weight_decay = hyper[4];
@@ -86,8 +95,8 @@ FUSEDACCUM_HD AdamFactors adam_factors(const double* hyper, double step, float m
   f.beta2 = float(beta2);
   f.one_minus_beta2 = float(1 - beta2);
   // m / (sqrt(v) / root + eps) = root * m / (sqrt(v) + eps * root): one division and one rounding less per element.
-  const double root = ::sqrt(1 - ::pow(beta2, step));
-  f.step_size = float(lr / (1 - ::pow(beta1, step)) * root);
+  const double root = ::sqrt(1 - power(beta2, int64_t(step)));
+  f.step_size = float(lr / (1 - power(beta1, int64_t(step))) * root);
   f.eps = float(eps * root);
   f.decay_kind = weight_decay == 0 ? Decay::kNone : decoupled ? Decay::kDecoupled : Decay::kCoupled;
   f.amsgrad = amsgrad;

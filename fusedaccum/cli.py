@@ -129,9 +129,9 @@ def devices() -> list[torch.device]:
 
 def build_lines() -> Iterator[str]:
     try:
-        from fusedaccum import _C
+        from fusedaccum.backends import compiled
 
-        facts = _C.build_info()
+        facts = compiled.build_info()
     except (ImportError, RuntimeError) as error:
         yield f"  none: {error}"
         return

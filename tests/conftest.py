@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 
-# Triton reads this when it is imported: from here on its kernels run in its interpreter, on the CPU.
-os.environ["TRITON_INTERPRET"] = "1"
+# Triton reads this when it is imported: its kernels run in its interpreter, on the CPU. With TRITON_INTERPRET=0 in the
+# environment its tests on a GPU run, and those on the CPU cannot.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import importlib
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -17,11 +19,15 @@ from hypothesis import settings
 
 from fusedaccum import backends
 
-# The operator tests run once for each line. One more backend or device is one more line.
+# The operator tests run once for each line. One more backend or device is one more line. `emulated` is csrc/cuda
+# executed on the CPU (tests/emulated.py).
 TARGETS = (
     ("reference", "cpu"),
     ("triton", "cpu"),
     ("compiled", "cpu"),
+    ("emulated", "cpu"),
+    pytest.param(("compiled", "cuda"), marks=pytest.mark.gpu),
+    pytest.param(("triton", "cuda"), marks=pytest.mark.gpu),
 )
 
 # No deadline: the interpreter's first call is slow.
@@ -29,15 +35,38 @@ settings.register_profile("fusedaccum", deadline=None)
 settings.load_profile("fusedaccum")
 
 
+def why_no_gpu() -> str | None:
+    """Why tests marked `gpu` cannot run, in words; None if they can."""
+    if not torch.version.cuda:
+        return "needs a GPU: this torch was built without CUDA"
+    return None if torch.cuda.is_available() else "needs a GPU: torch finds no CUDA device"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and (reason := why_no_gpu()):
+        pytest.skip(reason)
+
+
+def backend_module(name: str, device: torch.device) -> ModuleType:
+    """The module of a backend that must be able to serve `device`."""
+    if name == "emulated":
+        return importlib.import_module("emulated")
+    reason = backends.why_not(name, device)
+    if name == "triton" and device.type == "cuda" and reason and "TRITON_INTERPRET" in reason:
+        pytest.skip(f"needs TRITON_INTERPRET=0: {reason}")
+    if reason is not None:
+        pytest.fail(f"backend {name} cannot serve {device}: {reason}")
+    return backends.select(device, name)
+
+
 @pytest.fixture(params=TARGETS, ids="-".join)
 def backend(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
     """A backend's module; tensors that the test makes are on its device. One that cannot be had is a failure."""
     name, device_name = request.param
     device = torch.device(device_name)
-    reason = backends.why_not(name, device)
-    if reason is not None:
-        pytest.fail(f"backend {name} cannot serve {device}: {reason}")
+    module = backend_module(name, device)
     torch.manual_seed(0)
     # Triton's interpreter computes with numpy, which warns of infinities and NaNs that the tests want.
     with device, np.errstate(all="ignore"):
-        yield backends.select(device, name)
+        yield module

@@ -21,6 +21,17 @@ except ImportError as error:
         "source directory if they are installed elsewhere"
     ) from error
 
+# Why there are no operators for CUDA tensors, in words; None where there are. A library of its own: one with CUDA code
+# does not load beside a torch without CUDA.
+_cuda_obstacle: str | None = f"the CUDA kernels are {_C.CUDA_STATUS}"
+if _C.CUDA_STATUS == "built":
+    try:
+        import fusedaccum._cuda as _cuda
+
+        _cuda_obstacle = None
+    except ImportError as error:
+        _cuda_obstacle = f"the CUDA kernels were built and cannot be loaded ({error}); reinstall for this torch"
+
 _OPERATORS = ("fold", "square_total", "close_window", "rescale", "emit", "adam", "sgd")
 _ops = torch.ops.fusedaccum
 _fold, _square_total, _close_window, _rescale, _emit, _adam, _sgd = (getattr(_ops, name).default for name in _OPERATORS)
@@ -31,7 +42,14 @@ def build_info() -> dict[str, Any]:
 
     Raises RuntimeError where FUSEDACCUM_ISA names an instruction set that is unknown or that this processor lacks.
     """
-    return _C.build_info()
+    facts = _C.build_info()
+    if _cuda_obstacle is None:
+        built = _cuda.build_info()
+        names = ", ".join(f"sm_{architecture // 10}" for architecture in built["architectures"])
+        facts["cuda"] = f"built with toolkit {built['toolkit']} for {names}"
+    elif facts["cuda"] == "built":
+        facts["cuda"] = _cuda_obstacle
+    return facts
 
 
 def why_not(device: torch.device) -> str | None:
@@ -39,7 +57,7 @@ def why_not(device: torch.device) -> str | None:
     if device.type == "cpu":
         return None
     if device.type == "cuda":
-        return f"CUDA kernels {build_info()['cuda']}"
+        return _cuda_obstacle
     return f"there are no C++ operators for {device.type}"
 
 
@@ -141,18 +159,27 @@ def _fake(name: str, arguments: list[str]) -> Callable[..., None]:
     return fake
 
 
-def _fold_negated(flat: Tensor, partials: Tensor, marks: Tensor, segments: Tensor, tiles: Tensor, *rest: Any) -> None:
-    """The dispatcher comes here where a gradient is marked as negated lazily: the kernel reads memory, not the mark."""
-    grads, scale, norm = rest
-    grads = [grad if grad is None else grad.resolve_neg() for grad in grads]
-    _fold(flat, partials, marks, segments, tiles, grads, scale, norm)
+def complete(namespace: str) -> torch.library.Library:
+    """Give the operators of a C++ library what torch asks of an operator beside its kernels. Keep what is returned."""
+    operators = getattr(torch.ops, namespace)
+
+    def fold_negated(
+        flat: Tensor, partials: Tensor, marks: Tensor, segments: Tensor, tiles: Tensor, *rest: Any
+    ) -> None:
+        """The dispatcher comes here where a gradient is marked as negated lazily: a kernel reads memory, not marks."""
+        grads, scale, norm = rest
+        grads = [grad if grad is None else grad.resolve_neg() for grad in grads]
+        operators.fold.default(flat, partials, marks, segments, tiles, grads, scale, norm)
+
+    # No operator has a derivative. Falling through the autograd keys spares a look at every listed tensor.
+    library = torch.library.Library(namespace, "IMPL")
+    for name in _OPERATORS:
+        operator = getattr(operators, name).default
+        arguments = [argument.name for argument in operator._schema.arguments]
+        torch.library.register_fake(operator, _fake(name, arguments))
+        library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    library.impl("fold", fold_negated, "Negative")
+    return library
 
 
-# No operator has a derivative. Falling through the autograd keys spares a look at every listed tensor.
-_library = torch.library.Library("fusedaccum", "IMPL")
-for _name in _OPERATORS:
-    _operator = getattr(_ops, _name).default
-    _arguments = [argument.name for argument in _operator._schema.arguments]
-    torch.library.register_fake(_operator, _fake(_name, _arguments))
-    _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
-_library.impl("fold", _fold_negated, "Negative")
+_library = complete("fusedaccum")

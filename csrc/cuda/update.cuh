@@ -1,0 +1,83 @@
+// What the kernels of the update rules share: their lists by value, the factors of a tile's (group, step).
+#pragma once
+
+#include "launch.cuh"
+#include "pack.cuh"
+
+namespace fusedaccum::cuda {
+
+// Four elements: an update has up to six streams, and eight of each would not fit into the registers.
+constexpr int kStepWidth = 4;
+constexpr int kMaxLists = 5;
+
+struct StepCall {
+  float* flat;
+  const Tile* tiles;
+  Update update;
+  int64_t first_segment;
+  int stride;           // entries of a segment: the parameter first
+  int slot[kMaxLists];  // where in them each list stands; -1 where the list is empty
+};
+
+// The entries of one segment.
+template <int kBytes>
+struct Entries {
+  const Table<Entry, kBytes>& table;
+  const StepCall& call;
+  int64_t segment;
+
+  FUSEDACCUM_DEVICE Entry operator[](int list) const {
+    if (call.slot[list] < 0) return Entry{0};
+    return table.at[(segment - call.first_segment) * call.stride + call.slot[list]];
+  }
+};
+
+// Made by one thread and read by all: it takes float64 roots and powers.
+template <class Factors, class Make>
+FUSEDACCUM_DEVICE const Factors& shared_factors(const Make& make) {
+  __shared__ Factors factors;
+  if (threadIdx.x == 0) factors = make();
+  __syncthreads();
+  return factors;
+}
+
+struct Zeros {
+  Stream<float, 8> flat;
+
+  template <class Extent>
+  FUSEDACCUM_DEVICE void load(int, int64_t, Extent) const {}
+  template <class Extent>
+  FUSEDACCUM_DEVICE void use(int, int64_t i, Extent extent) const {
+    flat.write(Stream<float, 8>::Raw{}, i, extent);
+  }
+};
+
+FUSEDACCUM_DEVICE void zero_tile(float* flat, int64_t count) {
+  Zeros work;
+  work.flat.p = flat;
+  each_pack<8>(count, true, work);
+}
+
+// Calls launch(part, call, table) for all touched segments. lists[0] are the parameters.
+template <int kLists, class Launch>
+void launch_steps(const Device& device, const Buffer& buffer, const Update& update,
+                  const Elements* const (&lists)[kLists], const Launch& launch) {
+  StepCall call{buffer.flat, nullptr, update, 0, 0, {}};
+  const auto any = [&](const Elements* list) {
+    return std::any_of(list, list + buffer.count, [](const Elements& e) { return e.data != nullptr; });
+  };
+  for (int i = 0; i < kLists; ++i) call.slot[i] = any(lists[i]) ? call.stride++ : -1;
+  if (call.stride == 0) return;
+  const auto wanted = [&](int64_t k) { return touched(buffer, k); };
+  const auto fill = [&](int64_t k, Entry* entries) {
+    for (int i = 0; i < kLists; ++i)
+      if (call.slot[i] >= 0) entries[call.slot[i]] = wanted(k) ? Entry::of(lists[i][k]) : Entry{0};
+  };
+  for_each_part(buffer, table_size<Entry>(device) / call.stride, wanted, [&](const Part& part) {
+    call.tiles = buffer.tiles + part.first_tile;
+    call.first_segment = part.begin;
+    with_table<Entry>(part, call.stride, fill, [&](const auto& table) { launch(part, call, table); });
+  });
+}
+
+}  // namespace fusedaccum::cuda
