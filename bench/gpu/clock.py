@@ -16,7 +16,6 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from bench.harness import Contender, Part
-from bench.memory import peak_allocated
 
 
 @dataclass
@@ -119,7 +118,7 @@ class CudaClock:
 
 
 class DryClock:
-    """The same calls on a CPU, to show that all of it runs. Its times mean nothing and are never printed."""
+    """The same calls on a CPU, to show that all of it runs. What it returns means nothing and is never printed."""
 
     dry = True
     title = "CPU DRY RUN: small stand-ins, no GPU, nothing here is a measurement"
@@ -135,4 +134,5 @@ class DryClock:
         return None
 
     def peak(self, work: Callable[[], object]) -> int:
-        return peak_allocated(work)
+        work()
+        return 0

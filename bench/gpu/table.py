@@ -108,18 +108,15 @@ def table(made: list[Row], clock: Clock) -> str:
 
 
 def cells(row: Row, clock: Clock) -> list[str]:
-    extra = row.facts.extra_bytes
-    known = [
-        "?" if row.facts.launches is None else str(row.facts.launches),
-        "?" if extra is None else f"{extra:.2f}",
-    ]
     if clock.dry:
-        return ["dry"] * 7 + known
+        return ["dry"] * 9
+    extra = row.facts.extra_bytes
     times = (row.device_min, row.device_median, row.wall_min, row.wall_median)
     return [
         *(f"{seconds * 1e3:.3f}" for seconds in times),
         f"{row.host_median * 1e6:.0f}",
         f"{row.gb_per_s:.0f}",
         f"{row.share:.0%}",
-        *known,
+        "?" if row.facts.launches is None else str(row.facts.launches),
+        "?" if extra is None else f"{extra:.2f}",
     ]
