@@ -80,10 +80,12 @@ def run(device: torch.device, backend: str) -> list[Tensor]:
 
 
 def plant(device: torch.device, backend: str) -> None:
-    """Fold into memory 4 MB behind the flat buffer."""
+    """Fold into memory 4 MB behind the flat buffer, which has to be seen by whoever checks."""
     buffer = FlatBuffer(draw(0, device), device, select(device, backend))
     buffer.tiles[-1, 2] += 1 << 20
+    print("planted", flush=True)
     buffer.fold(list(draw(0, device)), 0.25, norm=False)
+    torch.cuda.synchronize()
 
 
 def wrong(found: list[Tensor], right: list[Tensor]) -> list[int]:
@@ -102,6 +104,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--plant", action="store_true", help="one fold out of bounds, for a memory checker to find")
     given = parser.parse_args(argv)
     device = torch.device(given.device)
+    if given.plant and device.type != "cuda":
+        parser.error("--plant is for a CUDA device: on a CPU the fault would hit this process's own memory")
     if given.plant:
         plant(device, given.backend)
         return 0
