@@ -1,55 +1,82 @@
-"""Compile the Triton kernels for an NVIDIA GPU that need not be there, and print what came out, as JSON.
+"""Compile the Triton kernels for NVIDIA GPUs that need not be there, and print what came out, as JSON.
 
-A program of its own, because Triton decides on its interpreter when it is imported. Argument: the compute capability.
+A program of its own, because Triton decides on its interpreter when it is imported. Arguments: a folder, in which it
+leaves a cubin for each kernel and capability, and compute capabilities.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
 import sys
-import tempfile
+from pathlib import Path
 
 import torch
 import triton
+from machine_code import ADAM, EMIT, FOLD, RESCALE, SGD, SQUARE, Budget
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from fusedaccum.backends import _triton_kernels as kernels
+from fusedaccum.backends import _triton_rules as rules
 from fusedaccum.backends import triton as backend
 
-TOOL = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
 TYPES = {
     "*fp32": ("flat", "scale", "scalars", "steps", "factor"),
     "*fp64": ("partials", "total", "divisor", "hyper"),
-    "*i64": ("tiles", "grads", "groups", "table"),
+    "*i64": ("tiles", "groups", "table"),
     "*u8": ("marks",),
     "fp64": ("max_norm",),
     "i32": ("tile_count", "segment_count"),
 }
-KERNELS = [
-    (kernels.fold_tiles, {"NORM": True, "BLOCK": backend.FOLD_BLOCK}),
-    (kernels.fold_tiles, {"NORM": False, "BLOCK": backend.FOLD_BLOCK}),
-    (kernels.sum_stale_tiles, {"BLOCK": backend.FOLD_BLOCK}),
-    (kernels.sum_partials, {"BLOCK": backend.SUM_BLOCK}),
-    (kernels.close, {"CLIP": True, "BLOCK": backend.SUM_BLOCK}),
-    (kernels.rescale_tiles, {"BLOCK": backend.FOLD_BLOCK}),
-    (kernels.emit_tiles, {"BLOCK": backend.FOLD_BLOCK}),
-    (kernels.adam_tiles, {"ZERO": True, "BLOCK": backend.STEP_BLOCK}),
-    (kernels.sgd_tiles, {"ZERO": True, "BLOCK": backend.STEP_BLOCK}),
-]
+# Codes of the lists, in the operator's order.
+SINGLE, LOW = kernels.FLOAT32.value, kernels.BFLOAT16.value
+ADAM_LISTS = {
+    "fp32": (SINGLE, SINGLE, SINGLE),
+    "16 bits": (LOW, LOW, LOW),
+    "16 bits, fp32 moments": (LOW, SINGLE, SINGLE),
+    "16 bits, fp32 moments and master": (LOW, SINGLE, SINGLE, 0, SINGLE),
+}
+SGD_LISTS = {
+    "fp32": (SINGLE,),
+    "fp32, momentum": (SINGLE, SINGLE),
+    "16 bits": (LOW,),
+    "16 bits, momentum": (LOW, LOW),
+    "16 bits, fp32 momentum and master": (LOW, SINGLE, SINGLE),
+}
 
 
-def disassemble(cubin: bytes, *options: str) -> str:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        return subprocess.run([TOOL, *options, file.name], capture_output=True, text=True, check=True).stdout
+def kind(codes: tuple[int, ...]) -> int:
+    return sum(code << 2 * k for k, code in enumerate(codes))
 
 
-def compile_for(capability: int, kernel: triton.JITFunction, constants: dict[str, object]) -> dict[str, object]:
+def steps(kernel: triton.JITFunction, lists: dict[str, tuple[int, ...]], budgets: dict[str, Budget]) -> list[tuple]:
+    """Each mixture of dtypes by itself, and all in one kernel, as a model with all of them has it."""
+    constants = {"ZERO": False, "BLOCK": backend.BLOCK}
+    alone = [(kernel, constants | {"KINDS": (kind(codes),)}, [budgets[name]]) for name, codes in lists.items()]
+    zeroing = constants | {"KINDS": (kind(lists["fp32"]),), "ZERO": True}
+    every = constants | {"KINDS": tuple(sorted(kind(codes) for codes in lists.values()))}
+    return [*alone, (kernel, zeroing, [budgets["fp32"].zeroing]), (kernel, every, list(budgets.values()))]
+
+
+def launches() -> list[tuple[triton.JITFunction, dict[str, object], list[Budget]]]:
+    """Kernels with their constants, and what full tiles may move."""
+    block = {"BLOCK": backend.BLOCK}
+    with_max = {"KINDS": (kind((SINGLE,) * 3), kind((SINGLE,) * 4)), "ZERO": True, **block}
+    return [
+        (kernels.fold_tiles, {"NORM": False, **block}, list(FOLD)),
+        (kernels.fold_tiles, {"NORM": True, **block}, list(FOLD)),
+        (kernels.sum_stale_tiles, block, list(SQUARE)),
+        (kernels.sum_partials, {"BLOCK": backend.SUM_BLOCK}, []),
+        (kernels.close, {"CLIP": True, "BLOCK": backend.SUM_BLOCK}, []),
+        (kernels.rescale_tiles, block, list(RESCALE)),
+        (kernels.emit_tiles, block, list(EMIT)),
+        *steps(rules.adam_tiles, ADAM_LISTS, ADAM),
+        (rules.adam_tiles, with_max, []),
+        *steps(rules.sgd_tiles, SGD_LISTS, SGD),
+    ]
+
+
+def compile_for(capability: int, kernel: triton.JITFunction, constants: dict[str, object]) -> bytes:
     types = {name: kind for kind, names in TYPES.items() for name in names}
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     # As a launch finds them: torch's allocations are aligned to far more than 16 bytes.
@@ -58,18 +85,21 @@ def compile_for(capability: int, kernel: triton.JITFunction, constants: dict[str
     }
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
     target = GPUTarget("cuda", capability, 32)
-    cubin = triton.compile(source, target=target, options=backend.LAUNCH_OPTIONS).asm["cubin"]
-    assembly, usage = disassemble(cubin, "-sass"), disassemble(cubin, "-res-usage")
-    return {
-        "name": kernel.__name__,
-        "stack": int(re.search(r"STACK:(\d+)", usage)[1]),
-        "local": int(re.search(r"LOCAL:(\d+)", usage)[1]),
-        "wide_loads": assembly.count("LDG.E.128"),
-        "wide_stores": assembly.count("STG.E.128"),
-    }
+    return triton.compile(source, target=target, options=backend.LAUNCH_OPTIONS).asm["cubin"]
+
+
+def main(folder: Path, capabilities: list[int]) -> None:
+    made = []
+    for capability in capabilities:
+        for k, (kernel, constants, budgets) in enumerate(launches()):
+            cubin = folder / f"{k}_{capability}.cubin"
+            cubin.write_bytes(compile_for(capability, kernel, constants))
+            shown = ", ".join(f"{name}={value}" for name, value in constants.items() if name != "BLOCK")
+            entry = {"capability": capability, "name": kernel.__name__, "constants": shown, "cubin": str(cubin)}
+            made.append(entry | {"budgets": [vars(budget) for budget in budgets]})
+    reasons = {name: backend.why_not(torch.device(name)) for name in ("cpu", "cuda", "meta")}
+    print(json.dumps({"kernels": made, "why_not": reasons}))
 
 
 if __name__ == "__main__":
-    compiled = [compile_for(int(sys.argv[1]), kernel, constants) for kernel, constants in KERNELS]
-    reasons = {name: backend.why_not(torch.device(name)) for name in ("cpu", "cuda", "meta")}
-    print(json.dumps({"kernels": compiled, "why_not": reasons}))
+    main(Path(sys.argv[1]), [int(argument) for argument in sys.argv[2:]])

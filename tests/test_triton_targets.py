@@ -1,6 +1,7 @@
-"""The Triton kernels for a real GPU: they compile, spill nothing, and move 16 bytes at a time.
+"""The Triton kernels for real GPUs: they compile, spill nothing, move 16 bytes at a time and not a byte too many.
 
-The interpreter shows none of this. Speed and weak memory ordering are not shown here either.
+And how often an operator copies and launches. The interpreter shows none of this. Speed and weak memory ordering are
+not shown here either.
 """
 
 from __future__ import annotations
@@ -9,42 +10,89 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from machine_code import ARCHITECTURES, Budget, Kernel, read_kernels, table
+from op_cases import Buffer, scalar, total_tensor
 
 from fusedaccum.backends import triton as backend
 
-IN_PLACE = ("fold_tiles", "rescale_tiles", "adam_tiles", "sgd_tiles")
+TILES = ("fold_tiles", "sum_stale_tiles", "rescale_tiles", "emit_tiles", "adam_tiles", "sgd_tiles")
+WITHOUT_TILES = ("sum_partials", "close")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """What `compile_triton.py` says of compute capability 9.0, without a cache from before."""
+    """What `compile_triton.py` says, without a cache from before."""
     script = Path(__file__).with_name("compile_triton.py")
     environment = os.environ | {
         "TRITON_INTERPRET": "0",
         "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
-    done = subprocess.run([sys.executable, str(script), "90"], capture_output=True, text=True, env=environment)
+    command = [sys.executable, str(script), str(tmp_path_factory.mktemp("cubins")), *map(str, ARCHITECTURES)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
-def test_kernels_compile_without_spills(compiled):
-    assert len(compiled["kernels"]) == 9
-    for kernel in compiled["kernels"]:
-        assert (kernel["stack"], kernel["local"]) == (0, 0), kernel
+@pytest.fixture(scope="session")
+def read(compiled: dict) -> dict[int, list[tuple[Kernel, list[Budget]]]]:
+    """Kernels and their budgets, by architecture."""
+    found = {architecture: [] for architecture in ARCHITECTURES}
+    for entry in compiled["kernels"]:
+        (kernel,) = read_kernels(Path(entry["cubin"]))
+        named = replace(kernel, name=f"{entry['name']}({entry['constants']})")
+        found[entry["capability"]].append((named, [Budget(**budget) for budget in entry["budgets"]]))
+    return found
 
 
-def test_whole_blocks_move_16_bytes_at_a_time(compiled):
-    for kernel in compiled["kernels"]:
-        if kernel["name"] in (*IN_PLACE, "sum_stale_tiles", "emit_tiles"):
-            assert kernel["wide_loads"] > 0, kernel
-        if kernel["name"] in (*IN_PLACE, "emit_tiles"):
-            assert kernel["wide_stores"] > 0, kernel
+@pytest.fixture(params=ARCHITECTURES, ids="sm_{}".format)
+def kernels(request: pytest.FixtureRequest, read: dict) -> list[tuple[Kernel, list[Budget]]]:
+    return read[request.param]
+
+
+def base(kernel: Kernel) -> str:
+    return kernel.name.split("(")[0]
+
+
+def test_every_kernel_is_compiled(kernels):
+    assert {base(kernel) for kernel, _ in kernels} == {*TILES, *WITHOUT_TILES}
+
+
+def test_nothing_spills(kernels):
+    for kernel, _ in kernels:
+        assert (kernel.stack, kernel.local, kernel.spills) == (0, 0, 0), kernel
+
+
+def test_registers_leave_room_for_enough_loads(kernels):
+    """Of 65,536 registers, 64 for each of 256 threads are four blocks, 80 are three."""
+    for kernel, _ in kernels:
+        bound = 80 if base(kernel) == "adam_tiles" else 64
+        assert kernel.registers <= bound, kernel
+
+
+def test_full_tiles_move_16_bytes_at_a_time(kernels):
+    """Tensors of 16 bits have 8 bytes for 4 elements; where nothing else is stored, those are the widest stores."""
+    for kernel, budgets in kernels:
+        if base(kernel) in WITHOUT_TILES:
+            continue
+        assert kernel.wide_loads > 0, kernel
+        narrow = budgets and all(budget.what in ("16 bits", "16 bits, momentum") for budget in budgets)
+        if base(kernel) != "sum_stale_tiles" and not narrow:
+            assert kernel.wide_stores > 0, kernel
+
+
+def test_full_tiles_move_what_the_budget_says(kernels, request, capsys):
+    with capsys.disabled():
+        print("\n" + table(request.node.callspec.id, kernels))
+    for kernel, budgets in kernels:
+        for budget in budgets:
+            assert kernel.keeps(budget), f"{kernel.name}, {budget}: {kernel.nearest(budget)} of {kernel.paths}"
 
 
 def test_which_devices_it_serves(compiled):
@@ -55,3 +103,54 @@ def test_which_devices_it_serves(compiled):
     assert "TRITON_INTERPRET" in compiled["why_not"]["cpu"]
     assert "meta" in compiled["why_not"]["meta"]
     assert "meta" in backend.why_not(torch.device("meta"))
+
+
+def calls_of_every_operator(buffer: Buffer) -> dict:
+    """Each operator on a buffer of one segment of 17 elements, in an order in which a window has them."""
+    ones, one, scalars = torch.ones(17), scalar(1.0), torch.tensor([1.0, 0.0, 0.0])
+    steps, groups = torch.ones(1), torch.zeros(1, dtype=torch.int64)
+    divisor = scalar(1.0, torch.float64)
+    update = (*buffer.plan(), scalars, steps, groups)
+    hyper = torch.tensor([[0.1, 0.9, 0.9, 1e-8, 0.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
+    return {
+        "fold": lambda: backend.fold(*buffer.norm_plan(), [ones], one, False),
+        "square_total": lambda: backend.square_total(*buffer.norm_plan(), total_tensor()),
+        "close_window": lambda: backend.close_window(scalars, steps, buffer.marks, divisor, divisor, 1.0),
+        "rescale": lambda: backend.rescale(*buffer.plan(), one),
+        "emit": lambda: backend.emit(*buffer.plan(), scalars, [ones]),
+        "adam": lambda: backend.adam(*update, hyper, [ones], [ones.clone()], [ones.clone()], [], [], False),
+        "sgd": lambda: backend.sgd(*update, hyper[:, :6].contiguous(), [ones], [], [], True),
+    }
+
+
+def test_an_operator_copies_once_and_launches_once(monkeypatch):
+    """But for the norm, whose second stage is a launch, and whose stale tiles are one where there are any."""
+    seen = []
+    copy, launch = backend._to_device, backend._launch
+    monkeypatch.setattr(backend, "_to_device", lambda *args: seen.append("copy") or copy(*args))
+    monkeypatch.setattr(backend, "_launch", lambda *args, **kw: seen.append("launch") or launch(*args, **kw))
+    calls = calls_of_every_operator(Buffer([17]))
+    for op, call in calls.items():
+        seen.clear()
+        call()
+        launches = 2 if op == "square_total" else 1
+        assert seen == ["copy"] + ["launch"] * launches, op
+    calls["square_total"]()
+    seen.clear()
+    calls["square_total"]()
+    assert seen == ["copy", "launch"], "nothing is stale"
+
+
+def test_nothing_is_launched_for_nothing_touched(monkeypatch):
+    monkeypatch.setattr(backend, "_launch", lambda *args, **kw: pytest.fail("a launch"))
+    calls = calls_of_every_operator(Buffer([17]))
+    calls["adam"]()
+    calls["sgd"]()
+
+
+def test_graph_capture_is_refused(monkeypatch):
+    """A graph would copy the table again at every replay, from pinned memory that others have by then."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    leader = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
+    with pytest.raises(RuntimeError, match=r'^fold: .* capture .* got .* capturing; use backend="compiled"$'):
+        backend._to_device("fold", [1], leader)

@@ -73,19 +73,15 @@ def _write(lists, at, left, values, KIND: tl.constexpr, LIST: tl.constexpr, PATH
 
 
 @triton.jit
-def _zero(flat, start, count, BLOCK: tl.constexpr):
-    # The loads of the update may have another layout: all of them must be over before the first zero is stored.
-    tl.debug_barrier()
-    if count < TILE:
-        _zero_tile(flat, start, count, TAIL, BLOCK)
-    else:
-        _zero_tile(flat, start, TILE, WHOLE, BLOCK)
+def _zero(place, left, PATH: tl.constexpr, BLOCK: tl.constexpr):
+    store_block(place, left, tl.zeros((BLOCK,), tl.float32), FLOAT32, PATH, BLOCK)
 
 
 @triton.jit
-def _zero_tile(flat, start, count, PATH: tl.constexpr, BLOCK: tl.constexpr):
-    for done in range(0, count, BLOCK):
-        store_block(flat + (start + done), count - done, tl.zeros((BLOCK,), tl.float32), FLOAT32, PATH, BLOCK)
+def _zero_tile(flat, start, count):
+    """What is left of a step that is skipped: too rare for a path of its own."""
+    for done in range(0, count, TAIL_BLOCK):
+        _zero(flat + (start + done), count - done, TAIL, TAIL_BLOCK)
 
 
 @triton.jit(do_not_specialize=["segment_count"])
@@ -118,11 +114,13 @@ def adam_tiles(
             for k in tl.static_range(len(KINDS)):
                 if kind == KINDS[k]:
                     if (count == TILE) & _are_aligned(lists, KINDS[k]):
-                        _adam_tile(flat, scalars, row, step, lists, first, start, TILE, KINDS[k], WHOLE, BLOCK)
+                        _adam_tile(flat, scalars, row, step, lists, first, start, TILE, KINDS[k], ZERO, WHOLE, BLOCK)
                     else:
-                        _adam_tile(flat, scalars, row, step, lists, first, start, count, KINDS[k], TAIL, TAIL_BLOCK)
-        if ZERO:
-            _zero(flat, start, count, BLOCK)
+                        _adam_tile(
+                            flat, scalars, row, step, lists, first, start, count, KINDS[k], ZERO, TAIL, TAIL_BLOCK
+                        )
+        elif ZERO:
+            _zero_tile(flat, start, count)
 
 
 @triton.jit
@@ -136,6 +134,7 @@ def _adam_tile(
     start,
     count,
     KIND: tl.constexpr,
+    ZERO: tl.constexpr,
     PATH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -173,6 +172,10 @@ def _adam_tile(
         _write(lists, at, left, v, KIND, 2, PATH, BLOCK)
         if HAS_MASTER:
             _write(lists, at, left, p, KIND, 4, PATH, BLOCK)
+        if ZERO:
+            # The load above may have another layout: every thread must have its elements before one stores a zero.
+            tl.debug_barrier()
+            _zero(flat + (start + done), left, PATH, BLOCK)
 
 
 @triton.jit(do_not_specialize=["segment_count"])
@@ -204,11 +207,13 @@ def sgd_tiles(
             for k in tl.static_range(len(KINDS)):
                 if kind == KINDS[k]:
                     if (count == TILE) & _are_aligned(lists, KINDS[k]):
-                        _sgd_tile(flat, scalars, row, step, lists, first, start, TILE, KINDS[k], WHOLE, BLOCK)
+                        _sgd_tile(flat, scalars, row, step, lists, first, start, TILE, KINDS[k], ZERO, WHOLE, BLOCK)
                     else:
-                        _sgd_tile(flat, scalars, row, step, lists, first, start, count, KINDS[k], TAIL, TAIL_BLOCK)
-        if ZERO:
-            _zero(flat, start, count, BLOCK)
+                        _sgd_tile(
+                            flat, scalars, row, step, lists, first, start, count, KINDS[k], ZERO, TAIL, TAIL_BLOCK
+                        )
+        elif ZERO:
+            _zero_tile(flat, start, count)
 
 
 @triton.jit
@@ -222,6 +227,7 @@ def _sgd_tile(
     start,
     count,
     KIND: tl.constexpr,
+    ZERO: tl.constexpr,
     PATH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -248,3 +254,7 @@ def _sgd_tile(
         _write(lists, at, left, p, KIND, 0, PATH, BLOCK)
         if HAS_MASTER:
             _write(lists, at, left, p, KIND, 2, PATH, BLOCK)
+        if ZERO:
+            # The load above may have another layout: every thread must have its elements before one stores a zero.
+            tl.debug_barrier()
+            _zero(flat + (start + done), left, PATH, BLOCK)

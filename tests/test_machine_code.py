@@ -1,0 +1,61 @@
+"""The CUDA C++ kernels as nvcc makes them: no spills, few registers, 16 bytes at a time, no byte more than budgeted.
+
+`python tests/machine_code.py` prints the table by itself. Speed, occupancy and memory ordering are not shown here.
+"""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from machine_code import ARCHITECTURES, NAMED, Kernel, budgets_of, compile_sources, table
+
+WITHOUT_TILES = {"sum_kernel", "close_kernel"}
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Kernel]]:
+    if shutil.which("nvcc") is None:
+        pytest.skip("nvcc is not on PATH: the CUDA C++ kernels cannot be compiled here")
+    return compile_sources(tmp_path_factory.mktemp("cubins"))
+
+
+@pytest.fixture(params=ARCHITECTURES, ids="sm_{}".format)
+def kernels(request: pytest.FixtureRequest, compiled: dict[int, list[Kernel]]) -> list[Kernel]:
+    return compiled[request.param]
+
+
+def base(kernel: Kernel) -> str:
+    return kernel.name.split("<")[0]
+
+
+def test_every_operator_has_its_kernels(kernels):
+    assert {base(kernel) for kernel in kernels} == {*NAMED, *WITHOUT_TILES}
+
+
+def test_nothing_spills(kernels):
+    for kernel in kernels:
+        assert (kernel.stack, kernel.local, kernel.spills) == (0, 0, 0), kernel
+
+
+def test_a_fold_leaves_room_for_four_blocks(kernels):
+    for kernel in kernels:
+        if base(kernel) == "fold_kernel":
+            assert kernel.registers <= 64, kernel
+
+
+def test_tiles_move_16_bytes_at_a_time(kernels):
+    for kernel in kernels:
+        if base(kernel) in NAMED:
+            assert kernel.wide_loads > 0, kernel
+        if base(kernel) in NAMED and base(kernel) != "square_kernel":
+            assert kernel.wide_stores > 0, kernel
+
+
+def test_full_tiles_move_what_the_budget_says(kernels, request, capsys):
+    named = [kernel for kernel in kernels if base(kernel) in NAMED]
+    with capsys.disabled():
+        print("\n" + table(request.node.callspec.id, [(kernel, budgets_of(kernel)) for kernel in kernels]))
+    for kernel in named:
+        for budget in budgets_of(kernel):
+            assert kernel.keeps(budget), f"{kernel.name}, {budget}: {kernel.nearest(budget)} of {kernel.paths}"
