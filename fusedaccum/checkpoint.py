@@ -32,20 +32,21 @@ def save(window: Window) -> dict[str, Any]:
     sums: {parameter index: float32 or complex64 sum}, touched parameters only. masters: {parameter index: float32}.
     """
     sums, masters = {}, {}
+    pending = window.micro_batches
     for i, p in _positions(window).items():
         buffer, k = window.place.get(p, (None, 0))
         if buffer is None:
             continue
-        if buffer.is_touched(k):
+        if pending and buffer.is_touched(k):
             sums[i] = window.undivided(buffer.view(k))
         if isinstance(window.update, FusedUpdate) and (master := window.update.master(buffer, k)) is not None:
             masters[i] = master.as_strided(buffer.shapes[k], buffer.strides[k])
     return {
         "version": VERSION,
-        "steps": window.length if window.pending else window.steps,
-        "pending": window.pending,
+        "steps": window.length if pending else window.steps,
+        "pending": pending,
         "reduction": window.options.reduction,
-        "mode": window.mode,
+        "mode": window.mode if pending else None,
         "items": window.items,
         "updates": window.updates,
         "skipped_windows": window.skipped_windows,
@@ -53,6 +54,21 @@ def save(window: Window) -> dict[str, Any]:
         "sums": sums,
         "masters": masters,
     }
+
+
+def bring_steps_home(state_dict: dict[str, Any]) -> None:
+    """Put step counts where torch has them: on the CPU, unless a group is capturable or fused. Ours are on the device.
+
+    Waits for the device, once for each count that has to be moved.
+    """
+    for group in state_dict["param_groups"]:
+        if group.get("capturable") or group.get("fused"):
+            continue
+        for i in group["params"]:
+            entries = state_dict["state"].get(i, {})
+            step = entries.get("step")
+            if isinstance(step, Tensor) and step.device.type != "cpu":
+                state_dict["state"][i] = {**entries, "step": step.cpu()}
 
 
 def check(window: Window, saved: Any) -> None:
@@ -118,6 +134,7 @@ def load(window: Window, saved: dict[str, Any] | None, state: dict[Any, Any]) ->
     saved: what `save` returned, checked; None closes an open window, as a bare optimizer's dict does.
     state: the "state" of the loaded dict, whose FP32 moments torch has cast to the parameter's dtype.
     """
+    window.graphs.forget()
     window.reset()
     positions = _positions(window)
     _own_state(window, state, positions)

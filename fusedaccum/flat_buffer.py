@@ -29,7 +29,14 @@ def layout(numels: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor,
     start = (torch.arange(len(segment), device="cpu") - first_tile[segment]) * TILE
     count = torch.clamp(numel[segment] - start, max=TILE)
     tiles = torch.stack((segment, start, offset[segment] + start, count), 1)
-    return torch.stack((offset, numel), 1), tiles.to(device), int(padded.sum())
+    return torch.stack((offset, numel), 1), to_device(tiles, device), int(padded.sum())
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy of a CPU tensor on `device` that nothing waits for: on CUDA only a copy from pinned memory is that."""
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()  # torch keeps the pinned memory until the copy is over
+    return tensor.to(device, non_blocking=True)
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
@@ -84,6 +91,11 @@ class FlatBuffer:
         self.absent = torch.empty(0, dtype=torch.float32, device=device)
         self.addresses = self.addresses_now()
         self.touched = False
+        # Whether every boundary leaves `flat` zeroed, as captured folds need it; whether the last update has zeroed
+        # what it read; whether there are values left from a window that was not zeroed.
+        self.keeps_zero = False
+        self.was_zeroed = False
+        self.has_leftovers = False
 
     def addresses_now(self) -> list[int]:
         """Where the parameters lie in memory. `addresses` is where they lay when they were last judged."""
@@ -122,6 +134,11 @@ class FlatBuffer:
     @property
     def handed_out(self) -> bool:
         return len(self._views) > 0
+
+    @property
+    def zero_in_pass(self) -> bool:
+        """Whether the update has to store zeros behind what it reads."""
+        return self.handed_out or self.keeps_zero
 
     def readable(self, grads: list[Tensor | None]) -> list[Tensor | None]:
         """`grads` with those of special segments in memory order."""
@@ -185,10 +202,15 @@ class FlatBuffer:
         """Whether segment k holds a sum of this window."""
         return bool(self.marks[k] & TOUCHED)
 
-    def clear(self, views_are_zero: bool = False) -> None:
+    def clear(self) -> None:
         """Make every segment untouched, which costs no bytes. Views that were handed out and live read as zero."""
-        if not views_are_zero:
+        self.has_leftovers = self.has_leftovers or (self.touched and not self.was_zeroed)
+        if self.keeps_zero and self.has_leftovers:
+            self.flat.zero_()
+            self.has_leftovers = False
+        elif not self.was_zeroed:
             for view in list(self._views):
                 view.zero_()
+        self.was_zeroed = False
         self.marks.zero_()
         self.touched = False

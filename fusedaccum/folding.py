@@ -149,7 +149,9 @@ def is_state_probe(optimizer: Optimizer) -> bool:
 
     It runs before the state exists, with every learning rate 0 and every gradient exactly zero.
     """
-    if optimizer.state or any(group.get("lr", 1.0) != 0 for group in optimizer.param_groups):
+    rates = [group.get("lr", 1.0) for group in optimizer.param_groups]
+    # A rate on another device is none of theirs, and looking at it would wait for the device.
+    if optimizer.state or any((isinstance(lr, Tensor) and lr.device.type != "cpu") or lr != 0 for lr in rates):
         return False
     grads = [p.grad for p in parameters(optimizer) if p.requires_grad]
     return bool(grads) and all(g is not None and not g.is_sparse and not bool(g.any()) for g in grads)

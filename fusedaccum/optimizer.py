@@ -12,17 +12,18 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fusedaccum import checkpoint, folding, hooks
+from fusedaccum import capture, checkpoint, folding, hooks
+from fusedaccum.notices import warn_open_window
 from fusedaccum.options import (
     NAME,
-    check_items,
     check_optimizer,
     check_options,
     check_params,
     check_steps,
+    one_count,
     parameters,
 )
-from fusedaccum.window import Window, warn_open_window
+from fusedaccum.window import Window
 
 # Which wrapper holds an optimizer: two windows over the same parameters would each see half of the gradients.
 _wrapped: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Window]] = weakref.WeakKeyDictionary()
@@ -145,14 +146,14 @@ class FusedAccumOptimizer(Optimizer):
         """
         window = self._window
         self._check_open()
-        given = self._one_count(mean_of, sum_of)
+        given = one_count(mean_of, sum_of)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         mean_of, sum_of = self._counts(*given)  # after the closure, which may have called micro_batch()
         with torch.no_grad():
-            if folding.is_state_probe(window.optimizer):
+            if not capture.is_capturing() and folding.is_state_probe(window.optimizer):
                 window.optimizer.step()
                 return loss
             window.micro_batch(mean_of, sum_of)
@@ -178,7 +179,7 @@ class FusedAccumOptimizer(Optimizer):
         mean_of, sum_of = (
             # A copy: the caller may count the next batch in the same tensor before step() is called.
             n.clone() if isinstance(n, Tensor) else n
-            for n in self._one_count(mean_of, sum_of)
+            for n in one_count(mean_of, sum_of)
         )
         weighted = mean_of is not None or sum_of is not None
         self._window.check_mode(weighted)
@@ -194,17 +195,6 @@ class FusedAccumOptimizer(Optimizer):
                 "place"
             )
         return announced
-
-    @staticmethod
-    def _one_count(mean_of: Any, sum_of: Any) -> tuple[Any, Any]:
-        if mean_of is not None and sum_of is not None:
-            raise ValueError(
-                f"{NAME}: mean_of={mean_of!r} and sum_of={sum_of!r} were both given; a loss is a mean or a sum: give "
-                "one"
-            )
-        mean_of = None if mean_of is None else check_items("mean_of", mean_of)
-        sum_of = None if sum_of is None else check_items("sum_of", sum_of)
-        return mean_of, sum_of
 
     def _check_open(self) -> None:
         if self._window.closed:
@@ -223,7 +213,8 @@ class FusedAccumOptimizer(Optimizer):
             return False
         with torch.no_grad():
             self._close_window()
-        return self.updated
+        # Folds that were replayed in a CUDA graph are counted on the device, and nothing waits for it here.
+        return True if self._window.graphs.captured else self.updated
 
     def _close_window(self) -> None:
         self._window.close_window(lambda: hooks.before_update(self), lambda: hooks.after_update(self))
@@ -250,7 +241,7 @@ class FusedAccumOptimizer(Optimizer):
     @property
     def pending(self) -> int:
         """Micro-batches in the open window."""
-        return self._window.pending
+        return self._window.micro_batches
 
     @property
     def updates(self) -> int:
@@ -309,7 +300,7 @@ class FusedAccumOptimizer(Optimizer):
         """
         window = self._window
         if not window.closed:
-            if window.pending:
+            if window.micro_batches:
                 warn_open_window(window, "was closed")
             self.reset()
             window.release()
@@ -357,6 +348,7 @@ class FusedAccumOptimizer(Optimizer):
             hook(self)
         with torch.no_grad():
             state = {**self._window.optimizer.state_dict(), checkpoint.KEY: checkpoint.save(self._window)}
+            checkpoint.bring_steps_home(state)
         self._window.saved = True
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             if (result := post_hook(self, state)) is not None:

@@ -137,3 +137,14 @@ def check_params(params: list[Tensor]) -> None:
                 "parameters must be float32, bfloat16, float16 or complex64: convert it, or leave it to another "
                 "optimizer"
             )
+
+
+def one_count(mean_of: Any, sum_of: Any) -> tuple[Any, Any]:
+    """The item counts of a micro-batch, checked: one of them or neither. Raises ValueError or TypeError."""
+    if mean_of is not None and sum_of is not None:
+        raise ValueError(
+            f"{NAME}: mean_of={mean_of!r} and sum_of={sum_of!r} were both given; a loss is a mean or a sum: give one"
+        )
+    mean_of = None if mean_of is None else check_items("mean_of", mean_of)
+    sum_of = None if sum_of is None else check_items("sum_of", sum_of)
+    return mean_of, sum_of

@@ -6,7 +6,7 @@ under the same keys, and a state that somebody replaced, loaded or cleared is se
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from fusedaccum.flat_buffer import FLOAT_DTYPES, FlatBuffer
+from fusedaccum.flat_buffer import FLOAT_DTYPES, FlatBuffer, to_device
 from fusedaccum.options import parameters
 
 
@@ -118,23 +118,32 @@ class HyperTable:
         self.tensor = torch.empty(0)
 
     def read(self, groups: list[dict[str, Any]]) -> Tensor:
-        """The table for `groups`. A tensor hyper-parameter on this device is copied without a sync."""
+        """The table for `groups`. A tensor on this device is copied without a sync, one elsewhere is read."""
+        rows, on_device = self._rows(groups)
+        if rows != self.rows:
+            self.tensor = to_device(torch.tensor(rows, dtype=torch.float64, device="cpu"), self.device)
+            self.rows = rows
+        for g, c, value in on_device:
+            self.tensor[g, c].copy_(value.detach().reshape(()))
+        return self.tensor
+
+    def is_current(self, groups: list[dict[str, Any]]) -> bool:
+        """Whether the table holds the groups' numbers; tensors on this device are read at every update."""
+        return self._rows(groups)[0] == self.rows
+
+    def _rows(self, groups: list[dict[str, Any]]) -> tuple[list[list[float]], list[tuple[int, int, Tensor]]]:
+        """The groups' numbers, and (row, column, tensor) of what only the device knows."""
         rows, on_device = [], []
         for g, group in enumerate(groups):
             row = self.rule.row(group)
             for c, value in enumerate(row):
-                if isinstance(value, Tensor) and value.device.type != "cpu":
+                if isinstance(value, Tensor) and value.device == self.device:
                     on_device.append((g, c, value))
                     row[c] = 0.0
                 else:
                     row[c] = float(value)
             rows.append(row)
-        if rows != self.rows or on_device:
-            self.tensor = torch.tensor(rows, dtype=torch.float64, device="cpu").to(self.device, non_blocking=True)
-            for g, c, value in on_device:
-                self.tensor[g, c].copy_(value.detach().reshape(()))
-            self.rows = rows
-        return self.tensor
+        return rows, on_device
 
 
 class OptimizerState:
@@ -158,6 +167,12 @@ class OptimizerState:
 
         Raises ValueError for an entry of another shape than its parameter; nothing of that segment was changed then.
         """
+        slots_of = {id(group): self.rule.slots_of(group) for group in self.optimizer.param_groups}
+        for k in self.outdated(segments, group_of):
+            self._adopt(k, slots_of[id(group_of[k])])
+
+    def outdated(self, segments: list[int], group_of: list[dict[str, Any]]) -> Iterator[int]:
+        """Those of `segments` whose state is not what `optimizer.state` holds now, or is missing there."""
         # Looking a tensor up costs a call of its __hash__. `entries` keeps the dicts alive: no identity is used again.
         if (entries_of := list(map(id, self.optimizer.state.values()))) != self.entries_of:
             self.entries = [self.optimizer.state.get(p, {}) for p in self.buffer.params]
@@ -166,12 +181,12 @@ class OptimizerState:
         for k in segments:
             state, slots = self.entries[k], slots_of[id(group_of[k])]
             if self.rule.counts_steps and state.get("step") is not self.step_views[k]:
-                self._adopt(k, slots)
+                yield k
                 continue
             for slot, known in self.known.items():
                 wanted = state.get(slot) if slot in slots else None
                 if wanted is not known[k] or (slot in slots and wanted is None):
-                    self._adopt(k, slots)
+                    yield k
                     break
 
     def listed(self, slot: str) -> list[Tensor]:

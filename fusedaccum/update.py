@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fusedaccum.flat_buffer import FlatBuffer, in_memory_order
+from fusedaccum.flat_buffer import FlatBuffer, in_memory_order, to_device
 from fusedaccum.options import parameters
 from fusedaccum.rules import RULES, HyperTable, OptimizerState
 
@@ -30,9 +30,9 @@ class Masters:
             if param.dtype == torch.float32:
                 self.tensors[k], self.seen[k] = self.buffer.absent, None
                 continue
-            state = (param._version, param.data_ptr())
-            if self.seen[k] == state:
+            if self.is_current(k):
                 continue
+            state = (param._version, param.data_ptr())
             values = in_memory_order(param, self.buffer.strides[k])
             if self.tensors[k] is self.buffer.absent:
                 self.tensors[k] = values.float() if param.numel() else self.buffer.absent
@@ -40,6 +40,11 @@ class Masters:
                 master = self.tensors[k]
                 master.copy_(torch.where(master.to(values.dtype) == values, master, values.float()))
             self.seen[k] = state
+
+    def is_current(self, k: int) -> bool:
+        """Whether segment k has a master that holds its parameter's value, or needs none."""
+        param = self.buffer.params[k]
+        return param.dtype == torch.float32 or self.seen[k] == (param._version, param.data_ptr())
 
     def written(self, segments: list[int]) -> None:
         """Note that parameters and masters were written together."""
@@ -115,6 +120,24 @@ class FusedUpdate:
         for buffer in buffers:
             self.side(buffer).prepare()
 
+    def obstacle_to_capture(self, buffer: FlatBuffer, segments: list[int]) -> str | None:
+        """Why an update of `segments` would do more than launch kernels, in words that complete "because"."""
+        side = self.side(buffer)
+        groups = self.optimizer.param_groups
+        index = side.group_of_each_param()
+        if side.hyper is None or side.group_index != index:
+            return "no update has run with these parameter groups yet; run one whole window before the capture"
+        if not side.table.is_current(groups):
+            return "a hyper-parameter has changed since the last update; run one whole window before the capture"
+        for k in side.state.outdated(segments, [groups[g] for g in index]):
+            return (
+                f"the state of a parameter of shape {tuple(buffer.shapes[k])} does not exist or was replaced; run "
+                "one whole window in which it gets a gradient before the capture"
+            )
+        if side.masters is not None and not all(map(side.masters.is_current, segments)):
+            return "a parameter was changed since its FP32 master was derived; run one whole window before the capture"
+        return None
+
     def apply(self, buffers: list[FlatBuffer]) -> None:
         """Update every touched parameter. Reads `buffer.scalars` on the device, waits for nothing."""
         for buffer in buffers:
@@ -133,12 +156,17 @@ class _FusedSide:
         self.group_index: list[int] = []
         self.segments: list[int] = []
 
+    def group_of_each_param(self) -> list[int]:
+        """The parameter group of each segment, as an index."""
+        groups = self.update.optimizer.param_groups
+        position = {id(p): g for g, group in enumerate(groups) for p in group["params"]}
+        return [position[id(p)] for p in self.buffer.params]
+
     def prepare(self) -> None:
         buffer, groups = self.buffer, self.update.optimizer.param_groups
-        position = {id(p): g for g, group in enumerate(groups) for p in group["params"]}
-        index = [position[id(p)] for p in buffer.params]
+        index = self.group_of_each_param()
         if self.groups is None or index != self.group_index:
-            self.groups = torch.tensor(index, dtype=torch.int64, device=buffer.device)
+            self.groups = to_device(torch.tensor(index, dtype=torch.int64, device="cpu"), buffer.device)
             self.group_index = index
         self.segments = buffer.touched_segments()
         self.hyper = self.table.read(groups)
@@ -170,8 +198,9 @@ class _FusedSide:
             params,
             *(self.state.listed(slot) for slot in rule.slots),
             self.masters.tensors if self.masters is not None else [],
-            buffer.handed_out,
+            buffer.zero_in_pass,
         )
+        buffer.was_zeroed = buffer.zero_in_pass
         for k in copies:
             buffer.params[k].copy_(params[k].as_strided(buffer.shapes[k], buffer.strides[k]))
         if self.masters is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from operator import is_
 from typing import Any
@@ -12,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fusedaccum import folding
+from fusedaccum import capture, folding
 from fusedaccum.flat_buffer import FlatBuffer
+from fusedaccum.notices import warn_low_precision, warn_open_window
 from fusedaccum.options import NAME, Options, check_params, parameters
 from fusedaccum.rules import why_not_fused
 from fusedaccum.update import FusedUpdate, Update, WrappedUpdate
@@ -39,6 +39,7 @@ class Window:
         self.skipped_micro_batches = 0
         self.buffers: list[FlatBuffer] = []
         self.place: dict[Tensor, tuple[FlatBuffer, int]] = {}
+        self.graphs = capture.Graphs()
         self.closed = False
         self.saved = False  # whether the open window, as it is, was written out
         self._updates = 0
@@ -85,25 +86,21 @@ class Window:
         low = [p for p in parameters(self.optimizer) if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)]
         if low:
             self._warned = True
-            needs = "" if self.update.name == "fused" else " (which needs the fused update: AdamW, Adam or SGD)"
-            warnings.warn(
-                f"{NAME}: {len(low)} parameters are {low[0].dtype} and are updated without FP32 masters, which loses "
-                f"most small updates (0.5 - 3e-4 is 0.5 in bfloat16); pass master_weights=True{needs}, or keep the "
-                "parameters in float32",
-                UserWarning,
-                stacklevel=3,
-            )
+            warn_low_precision(low, fused=self.update.name == "fused")
 
     # Where gradients go
 
     def locate(self) -> None:
         """Make `buffers` fit the optimizer's parameters as they are now; sums of an open window move along."""
+        if not self.is_located():
+            self.rebuild()
+
+    def is_located(self) -> bool:
+        """Whether `buffers` fit the optimizer's parameters as they are now."""
         params = parameters(self.optimizer)
         sizes = [len(group["params"]) for group in self.optimizer.param_groups]
         same = len(params) == len(self.params) and all(map(is_, params, self.params)) and sizes == self._group_sizes
-        if same and not any(p.requires_grad or p.grad is not None for p in self._unplaced):
-            return
-        self.rebuild()
+        return same and not any(p.requires_grad or p.grad is not None for p in self._unplaced)
 
     def rebuild(self, also: Tensor | None = None) -> None:
         """Build the flat buffers anew where the parameters ask for it. also: a frozen parameter to make room for."""
@@ -139,12 +136,18 @@ class Window:
         elif not weighted and self.options.reduction == "mean":
             scale = 1.0 / length
         items = mean_of if mean_of is not None else sum_of
+        if capturing := capture.is_capturing():
+            self.graphs.begin_fold(self, weighted)
+        else:
+            self.graphs.check_eager()
         self.locate()
         last = self.pending + 1 >= length
         if isinstance(items, float) and items == 0.0:
             folding.discard(self.params)
         else:
             folding.fold(self, scale, norm=last)
+        if capturing:
+            self.graphs.end_fold(self)
         if items is not None:
             self.items = self.items + _double(items, self.items)
         self.mode = WEIGHTED if weighted else PLAIN
@@ -171,12 +174,19 @@ class Window:
     def full(self) -> bool:
         return self.pending >= self.length
 
+    @property
+    def micro_batches(self) -> int:
+        """What the open window holds. Reading it waits for the device where folds were captured in a CUDA graph."""
+        return self.graphs.replayed_folds() if self.graphs.captured else self.pending
+
     # The boundary
 
     def divisor(self) -> float | Tensor:
         """What the sum has to be divided by to be the window's mean (or its sum, with reduction="sum")."""
         if self.mode == WEIGHTED:
             return self.items
+        if self.graphs.captured:
+            return self.graphs.divide(self.length if self.options.reduction == "mean" else None)
         return self.pending / self.length if self.options.reduction == "mean" else 1.0
 
     def close_window(self, pre_hooks: Callable[[], None], post_hooks: Callable[[], None]) -> None:
@@ -196,10 +206,12 @@ class Window:
             return
         self.locate()
         touched = [buffer for buffer in self.buffers if buffer.touched]
+        if not capture.is_capturing():
+            self.graphs.prepare(self.buffers, self.optimizer)
         self.update.prepare(touched)
         skip = self._set_scalars(touched)
         self.update.apply(touched)
-        self.reset(views_are_zero=self.update.name == "fused")
+        self.reset()
         self._count(skip)
         post_hooks()
 
@@ -285,10 +297,15 @@ class Window:
             buffer.close_window(total.to(buffer.device), self._divisor, max_norm)
         self._norm = first.scalars[2]
         on_device = isinstance(self._divisor, Tensor) and self.update.name == "fused"
+        if capture.is_capturing():
+            self.graphs.count_update(first.scalars)
+            return None
         return first.scalars[1].long() if on_device else None
 
     def _count(self, skip: Tensor | None) -> None:
-        if skip is None:
+        if capture.is_capturing():  # nothing has happened yet: the device counts the replays
+            self._updated = False
+        elif skip is None:
             self._updates += 1
             self._updated = True
         else:
@@ -296,14 +313,16 @@ class Window:
             self._undecided_skips = skip if self._undecided_skips is None else self._undecided_skips + skip
             self._updated = skip
 
-    def reset(self, views_are_zero: bool = False) -> None:
-        """Drop what the window holds and begin the next. views_are_zero: the update has zeroed what was handed out."""
+    def reset(self) -> None:
+        """Drop what the window holds and begin the next."""
         for buffer in self.buffers:
-            buffer.clear(views_are_zero)
+            buffer.clear()
         self.pending = 0
         self.mode = None
         self.items = 0.0
         self.length = self.steps
+        if self.graphs.begin_window(self.buffers):
+            self.pending, self.mode = self.graphs.captured, PLAIN
         self.announced = None
         self._updated = False
 
@@ -329,7 +348,7 @@ class Window:
     @property
     def updates(self) -> int:
         self._read_verdicts()
-        return self._updates
+        return self._updates + self.graphs.replayed_updates()
 
     @property
     def skipped_windows(self) -> int:
@@ -367,18 +386,8 @@ class Window:
         self._norm = None if grad_norm is None else torch.tensor(grad_norm, device="cpu")
 
     def __del__(self) -> None:
-        if getattr(self, "pending", 0) and not self.saved and not self.closed:
+        if getattr(self, "pending", 0) and not self.saved and not self.closed and not self.graphs.captured:
             warn_open_window(self, "was dropped")
-
-
-def warn_open_window(window: Window, what: str) -> None:
-    """Say that an open window goes away, with what would have kept it."""
-    warnings.warn(
-        f"{NAME} {what} with an open window: {window.pending} of {window.length} micro-batches were summed and never "
-        "reached the parameters; flush() applies them, reset() drops them, state_dict() keeps them",
-        UserWarning,
-        stacklevel=3,
-    )
 
 
 def _double(items: float | Tensor, total: float | Tensor) -> float | Tensor:

@@ -32,6 +32,9 @@ if _C.CUDA_STATUS == "built":
     except ImportError as error:
         _cuda_obstacle = f"the CUDA kernels were built and cannot be loaded ({error}); reinstall for this torch"
 
+# Operators launch kernels and do nothing else on a GPU, so that a CUDA graph can hold them.
+CAPTURABLE = True
+
 _OPERATORS = ("fold", "square_total", "close_window", "rescale", "emit", "adam", "sgd")
 _ops = torch.ops.fusedaccum
 _fold, _square_total, _close_window, _rescale, _emit, _adam, _sgd = (getattr(_ops, name).default for name in _OPERATORS)

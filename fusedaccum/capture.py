@@ -1,0 +1,138 @@
+"""CUDA graphs: which calls may be captured, and what the device counts when they are replayed without the host.
+
+Two forms. The whole window: `steps` micro-batches are captured with their boundary, and a replay is a window. Folds
+alone: fewer are captured, each replay folds them once more, and an eager (or captured) `flush()` updates. In both a
+captured fold adds, first touch or not, so every boundary leaves the buffer zeroed, in the pass of its update.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fusedaccum.flat_buffer import FlatBuffer
+from fusedaccum.ops import TOUCHED
+from fusedaccum.options import NAME, parameters
+
+if TYPE_CHECKING:
+    from fusedaccum.window import Window
+
+
+def is_capturing() -> bool:
+    """Whether what is launched now goes into a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def rates_on_device(optimizer: Optimizer, device: torch.device) -> bool:
+    """Whether every learning rate is a tensor on `device`: one that a graph can read anew at each replay."""
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    return device.type != "cpu" and all(isinstance(lr, Tensor) and lr.device == device for lr in rates)
+
+
+class Graphs:
+    """What a window's captured steps leave for the device to count.
+
+    folds: float64[1], replayed folds since the last boundary. updates: float64[1], replayed updates, skips left out.
+    """
+
+    def __init__(self) -> None:
+        self.captured = 0  # folds in the graph since its last boundary: while there are any, the device counts
+        self.marks: Tensor | None = None  # what those folds touch
+        self.folds: Tensor | None = None
+        self.updates: Tensor | None = None
+        self.divisor: Tensor | None = None
+
+    def prepare(self, buffers: list[FlatBuffer], optimizer: Optimizer) -> None:
+        """At an eager boundary: make what a capture needs to find, where one is possible."""
+        for buffer in buffers:
+            buffer.keeps_zero = len(buffers) == 1 and rates_on_device(optimizer, buffer.device)
+            if buffer.keeps_zero and (self.folds is None or self.folds.device != buffer.device):
+                make = {"dtype": torch.float64, "device": buffer.device}
+                self.folds, self.updates, self.divisor = (torch.zeros(1, **make) for _ in range(3))
+
+    def begin_fold(self, window: Window, weighted: bool) -> None:
+        """Before a fold is captured: refuse what cannot be, and have every gradient added.
+
+        Raises RuntimeError with the window as it was.
+        """
+        reason = self._obstacle(window, weighted)
+        if reason is not None:
+            raise RuntimeError(f"{NAME}: this step() cannot be captured in a CUDA graph because {reason}")
+        (buffer,) = window.buffers
+        for k, p in enumerate(buffer.params):
+            if p.grad is not None:
+                buffer.marks[k] = TOUCHED
+        buffer.touched = True
+
+    def end_fold(self, window: Window) -> None:
+        """After a fold was captured: the device counts it."""
+        self.folds.add_(1)
+        self.captured += 1
+        self.marks = window.buffers[0].marks & TOUCHED
+
+    def _obstacle(self, window: Window, weighted: bool) -> str | None:
+        """Why no step of this window can be captured, in words that complete "because"; None if it can."""
+        if window.update.name != "fused":
+            return "only the fused update can be; use AdamW, Adam or SGD and update='auto'"
+        if weighted:
+            return "item counts are given, which the host reads; leave mean_of and sum_of out"
+        if window.pending and not self.captured:
+            return f"the open window holds {window.pending} eager micro-batches; flush() or reset() before the capture"
+        if len({p.device for p in parameters(window.optimizer)}) > 1:
+            return "its parameters are on several devices; use one optimizer for each"
+        if not window.buffers or not window.is_located():
+            return "buffer and state do not exist yet; run one whole window before the capture"
+        (buffer,) = window.buffers
+        if not rates_on_device(window.optimizer, buffer.device):
+            return "a learning rate would be frozen in the graph; pass lr=torch.tensor(..., device=...) in every group"
+        if not getattr(buffer.backend, "CAPTURABLE", False):
+            return f"{buffer.backend.__name__} copies tables at every call; use backend='compiled'"
+        if not buffer.keeps_zero or self.folds is None:
+            return "its buffer holds an earlier window's values; run one whole window before the capture"
+        return window.update.obstacle_to_capture(buffer, [k for k, p in enumerate(buffer.params) if p.grad is not None])
+
+    def check_eager(self) -> None:
+        """Refuse an eager fold beside captured ones: the host does not know how many were replayed."""
+        if self.captured:
+            raise RuntimeError(
+                f"{NAME}: this wrapper's step() was captured in a CUDA graph, and is called outside of it; replay the "
+                "graph and flush(), or load_state_dict() or close() to go on without it"
+            )
+
+    def divide(self, length: int | None) -> Tensor:
+        """The window's divisor, on the device: replayed folds over `length`, or 1 for a sum; 0, which skips, for none."""
+        folds = self.divisor.copy_(self.folds)
+        return folds.clamp_(max=1) if length is None else folds.div_(length)
+
+    def begin_window(self, buffers: list[FlatBuffer]) -> bool:
+        """The window was closed or dropped; returns whether folds captured before still belong to the next one."""
+        if not self.captured:
+            return False
+        self.folds.zero_()
+        if is_capturing():  # the boundary is in the graph, behind the folds
+            self.captured, self.marks = 0, None
+            return False
+        (buffer,) = buffers
+        buffer.marks.copy_(self.marks)
+        buffer.touched = True
+        return True
+
+    def count_update(self, scalars: Tensor) -> None:
+        """Into the graph: one update, unless it is skipped."""
+        self.updates.add_(1).sub_(scalars[1])
+
+    def replayed_updates(self) -> int:
+        return 0 if self.updates is None else int(self.updates)
+
+    def replayed_folds(self) -> int:
+        return int(self.folds)
+
+    def forget(self) -> None:
+        """Graphs captured so far are of no use any more."""
+        self.captured, self.marks = 0, None
+        for counter in (self.folds, self.updates):
+            if counter is not None:
+                counter.zero_()

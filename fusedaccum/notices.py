@@ -1,0 +1,35 @@
+"""Warnings about what would otherwise be lost in silence."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from fusedaccum.options import NAME
+
+if TYPE_CHECKING:
+    from fusedaccum.window import Window
+
+
+def warn_low_precision(low: list[Tensor], fused: bool) -> None:
+    """Say that `low`, parameters of low precision, lose small updates, and what helps."""
+    needs = "" if fused else " (which needs the fused update: AdamW, Adam or SGD)"
+    warnings.warn(
+        f"{NAME}: {len(low)} parameters are {low[0].dtype} and are updated without FP32 masters, which loses "
+        f"most small updates (0.5 - 3e-4 is 0.5 in bfloat16); pass master_weights=True{needs}, or keep the "
+        "parameters in float32",
+        UserWarning,
+        stacklevel=4,
+    )
+
+
+def warn_open_window(window: Window, what: str) -> None:
+    """Say that an open window goes away, with what would have kept it."""
+    warnings.warn(
+        f"{NAME} {what} with an open window: {window.micro_batches} of {window.length} micro-batches were summed and "
+        "never reached the parameters; flush() applies them, reset() drops them, state_dict() keeps them",
+        UserWarning,
+        stacklevel=3,
+    )

@@ -1,0 +1,160 @@
+"""What may be done to a device: nothing that waits for it between construction and `state_dict()`.
+
+The meta device stands for one whose memory the host cannot read: an operator that would wait for a value raises there.
+The backend does what ours do on the host, and nothing else.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.optim import SGD, Adam, AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.utils._python_dispatch import TorchDispatchMode
+from wrapper_helpers import LOW_PRECISION, tidy, wrap  # noqa: F401
+
+from fusedaccum import GatedScheduler, folding
+from fusedaccum.ops import FRESH, TOUCHED
+
+META = torch.device("meta")
+calls: list[str] = []
+
+
+def fold(flat, partials, marks, segments, tiles, grads, scale, norm):
+    calls.append("fold")
+    for k, grad in enumerate(grads):
+        if grad is not None:
+            marks[k] = TOUCHED | FRESH if norm else TOUCHED
+
+
+def square_total(flat, partials, marks, segments, tiles, total):
+    calls.append("square_total")
+    marks[(marks & TOUCHED) != 0] = TOUCHED | FRESH
+
+
+def nothing(name):
+    return lambda *arguments: calls.append(name)
+
+
+BACKEND = SimpleNamespace(
+    __name__="device",
+    fold=fold,
+    square_total=square_total,
+    **{name: nothing(name) for name in ("close_window", "rescale", "emit", "adam", "sgd")},
+)
+
+
+@pytest.fixture(autouse=True)
+def _meta_backend(monkeypatch):
+    calls.clear()
+    monkeypatch.setattr(folding.backends, "select", lambda device, name: BACKEND)
+
+
+class Copies(TorchDispatchMode):
+    """Lists the copies from the host to the device: each must be one that nothing waits for."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocking = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = func._schema.name
+        if name == "aten::_to_copy" and args[0].device.type == "cpu" and kwargs.get("device") == META:
+            self.blocking += [name] * (not kwargs.get("non_blocking", False))
+        if name == "aten::copy_" and args[0].is_meta and not args[1].is_meta and args[1].numel() > 0:
+            self.blocking.append(name)
+        return func(*args, **kwargs)
+
+
+MAKERS = {
+    "adamw": (AdamW, {"weight_decay": 0.1}, "adam"),
+    "amsgrad": (Adam, {"amsgrad": True}, "adam"),
+    "tensor lr": (AdamW, {}, "adam"),
+    "momentum": (SGD, {"lr": 0.1, "momentum": 0.9}, "sgd"),
+    "sgd": (SGD, {"lr": 0.1}, "sgd"),
+}
+OPTIONS = {
+    "plain": {},
+    "clipped": {"max_norm": 1.0},
+    "masters": {"master_weights": True},
+    "bf16 moments": {"state_dtype": torch.bfloat16},
+    "sum": {"reduction": "sum"},
+}
+ITEMS = {
+    "no counts": lambda: {},
+    "numbers": lambda: {"mean_of": 3},
+    "device counts": lambda: {"mean_of": torch.empty((), device=META)},
+    "device sums": lambda: {"sum_of": torch.empty((), device=META)},
+}
+
+
+def run(make, options, items, dtype, steps=3, windows=2):
+    kind, arguments, _ = MAKERS[make]
+    shapes = [(17, 5), (), (0,), (4, 3, 2, 2)]
+    params = [torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=META)) for shape in shapes]
+    params[3].data = params[3].data.to(memory_format=torch.channels_last)
+    optimizer = wrap(kind(params, **arguments), steps, **options)
+    scheduler = CosineAnnealingLR(optimizer.optimizer, 10)
+    if make == "tensor lr":  # torch's constructors and schedulers look at a learning rate, and would wait for it
+        scheduler = None
+        optimizer.param_groups[0]["lr"] = torch.empty((), device=META)
+    for index in range(steps * windows):
+        for p in params[index % 2 :]:
+            p.grad = torch.empty_like(p)
+        optimizer.step(**items())
+        optimizer.zero_grad()
+        if scheduler is not None and (index + 1) % steps == 0:
+            scheduler.step()
+    return optimizer, params
+
+
+@LOW_PRECISION
+@pytest.mark.filterwarnings("ignore:Detected call of")
+@pytest.mark.parametrize("items", ITEMS)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_window_waits_for_nothing(make, options, items):
+    if options == "sum" and items != "no counts":
+        return  # refused, whatever the device
+    dtype = torch.bfloat16 if options in ("masters", "bf16 moments") else torch.float32
+    with Copies() as copies:
+        run(make, OPTIONS[options], ITEMS[items], dtype)
+    assert copies.blocking == []
+    update = MAKERS[make][2]
+    assert calls == (["fold"] * 3 + ["square_total", "close_window", update]) * 2
+
+
+def test_a_gated_schedule_waits_for_nothing_without_device_counts():
+    params = [torch.nn.Parameter(torch.empty(5, device=META))]
+    optimizer = wrap(AdamW(params, lr=0.1), 2)
+    scheduler = GatedScheduler(CosineAnnealingLR(optimizer, 10), optimizer)
+    for _ in range(6):
+        params[0].grad = torch.empty(5, device=META)
+        optimizer.step()
+        scheduler.step()
+    assert optimizer.updates == 3
+
+
+def test_flush_reset_and_added_groups_wait_for_nothing():
+    optimizer, params = run("adamw", {"max_norm": 1.0}, ITEMS["no counts"], torch.float32)
+    params[0].grad = torch.empty_like(params[0])
+    optimizer.step()
+    assert optimizer.flush()
+    extra = torch.nn.Parameter(torch.empty(3, device=META))
+    params[0].grad = torch.empty_like(params[0])
+    optimizer.step()
+    optimizer.add_param_group({"params": [extra]})
+    extra.grad = torch.empty(3, device=META)
+    optimizer.step()
+    optimizer.master_grad(extra)
+    optimizer.reset()
+    assert optimizer.pending == 0
+
+
+def test_reading_the_norm_is_what_waits():
+    optimizer, _ = run("adamw", {}, ITEMS["no counts"], torch.float32)
+    with pytest.raises(RuntimeError, match="meta"):
+        print(optimizer.grad_norm)
