@@ -88,11 +88,21 @@ class Graphs:
         (buffer,) = window.buffers
         if not rates_on_device(window.optimizer, buffer.device):
             return "a learning rate would be frozen in the graph; pass lr=torch.tensor(..., device=...) in every group"
+        if not all(group.get("capturable", True) for group in window.optimizer.param_groups):
+            return "a parameter group is capturable=False; pass capturable=True to the optimizer, as torch asks for it"
         if not getattr(buffer.backend, "CAPTURABLE", False):
             return f"{buffer.backend.__name__} copies tables at every call; use backend='compiled'"
         if not buffer.keeps_zero or self.folds is None:
             return "its buffer holds an earlier window's values; run one whole window before the capture"
         return window.update.obstacle_to_capture(buffer, [k for k, p in enumerate(buffer.params) if p.grad is not None])
+
+    def check_flush(self) -> None:
+        """Refuse to capture the end of a window whose micro-batches are not in a graph."""
+        if is_capturing() and not self.captured:
+            raise RuntimeError(
+                f"{NAME}: flush() cannot be captured in a CUDA graph because the window's step()s were not; capture "
+                "them before, or call it outside of the graph"
+            )
 
     def check_eager(self) -> None:
         """Refuse an eager fold beside captured ones: the host does not know how many were replayed."""
@@ -103,7 +113,7 @@ class Graphs:
             )
 
     def divide(self, length: int | None) -> Tensor:
-        """The window's divisor, on the device: replayed folds over `length`, or 1 for a sum; 0, which skips, for none."""
+        """The window's divisor, on the device: replayed folds over `length`, 1 for a sum; 0, a skip, for none."""
         folds = self.divisor.copy_(self.folds)
         return folds.clamp_(max=1) if length is None else folds.div_(length)
 

@@ -1,4 +1,4 @@
-"""CUDA graphs: both forms of capture against eager windows, and what is refused. The graph is tests/graph_model.py's."""
+"""CUDA graphs, as tests/graph_model.py models them: both forms against eager windows, and what is refused."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def lr(value=0.05):
 
 
 MAKERS = {
-    "adamw": lambda params: AdamW(params, lr=lr(), weight_decay=0.1),
-    "amsgrad": lambda params: AdamW(params, lr=lr(), amsgrad=True),
+    "adamw": lambda params: AdamW(params, lr=lr(), weight_decay=0.1, capturable=True),
+    "amsgrad": lambda params: AdamW(params, lr=lr(), amsgrad=True, capturable=True),
     "momentum": lambda params: SGD(params, lr=lr(), momentum=0.9),
     "sgd": lambda params: SGD(params, lr=lr()),
 }
@@ -208,11 +208,11 @@ def with_eager_micro_batch():
 
 
 def with_float_rate():
-    return used(make=lambda params: AdamW(params, lr=0.05))
+    return used(make=lambda params: AdamW(params, lr=0.05, capturable=True))
 
 
 def with_new_rate_tensor():
-    run = used(make=lambda params: AdamW(params, lr=0.05))
+    run = used(make=lambda params: AdamW(params, lr=0.05, capturable=True))
     run.w.param_groups[0]["lr"] = lr()
     return run
 
@@ -246,7 +246,8 @@ def with_new_weights():
 
 REFUSED = {
     "before any window": (fresh, LATER),
-    "the wrapped update": (lambda: used(update="wrapped"), "only the fused update"),
+    "capturable=False": (lambda: used(make=lambda params: AdamW(params, lr=lr())), "pass capturable=True"),
+    "the wrapped update": (lambda: used(make=MAKERS["sgd"], update="wrapped"), "only the fused update"),
     "another backend": (lambda: used(backend="reference"), "backend='compiled'"),
     "after an eager micro-batch": (with_eager_micro_batch, "holds 1 eager micro-batches; flush"),
     "a number as learning rate": (with_float_rate, "lr=torch.tensor"),
@@ -273,6 +274,17 @@ def test_what_cannot_be_captured_is_refused(monkeypatch, make, words):
     assert words in str(text.value)
     assert all(map(torch.equal, before, run.model.parameters()))
     assert run.w.pending == pending
+
+
+def test_the_end_of_an_eager_window_is_refused(monkeypatch):
+    run, twin = used(), used()
+    for each in (run, twin):
+        each.micro()
+    with capturing(monkeypatch), pytest.raises(RuntimeError, match=r"flush\(\) cannot be captured"):
+        run.w.flush()
+    assert run.w.flush()
+    assert twin.w.flush()
+    assert run.same_as(twin)
 
 
 def test_item_counts_are_refused(monkeypatch):
