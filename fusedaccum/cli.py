@@ -7,6 +7,7 @@ import platform
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -106,25 +107,48 @@ def show_info(options: argparse.Namespace) -> None:
 
 def info_lines() -> Iterator[str]:
     yield f"fusedaccum {fusedaccum.__version__}"
-    yield f"torch      {torch.__version__}"
+    yield f"torch      {torch.__version__}" + (f", CUDA {torch.version.cuda}" if torch.version.cuda else ", no CUDA")
+    yield f"triton     {version_of('triton')}"
     yield f"python     {platform.python_version()} on {platform.system()} {platform.machine()}"
     yield f"threads    {torch.get_num_threads()}"
     for device in devices():
-        yield f"\nbackends on {device}" + (f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the lines below say that only the slow backend is there
-            chosen = backends.select(device).__name__.rpartition(".")[2]
-        for name in backends.NAMES:
-            reason = backends.why_not(name, device)
-            yield f"  {name:<11}" + (f"no: {reason}" if reason else "yes" + ", the automatic choice" * (name == chosen))
-    if not torch.cuda.is_available():
-        yield "\nno CUDA device"
+        yield f"\nbackends on {describe(device)}"
+        yield from backend_lines(device)
     yield "\nC++ build"
     yield from build_lines()
 
 
+def version_of(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
 def devices() -> list[torch.device]:
-    return [torch.device("cpu"), *(torch.device("cuda", index) for index in range(torch.cuda.device_count()))]
+    """The CPU and every CUDA device; "cuda" alone where there is none, to say what would serve one."""
+    there = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return [torch.device("cpu"), *(there or [torch.device("cuda")])]
+
+
+def describe(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "cpu"
+    if device.index is None:
+        return "cuda (no device found)"
+    major, minor = torch.cuda.get_device_capability(device)
+    driver = torch._C._cuda_getDriverVersion()
+    name = torch.cuda.get_device_name(device)
+    return f"{device} ({name}, sm_{major}{minor}, driver for CUDA {driver // 1000}.{driver // 10 % 100})"
+
+
+def backend_lines(device: torch.device) -> Iterator[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the lines say themselves where only the slow backend is there
+        chosen = backends.select(device).__name__.rpartition(".")[2]
+    for name in backends.NAMES:
+        reason = backends.why_not(name, device)
+        yield f"  {name:<11}" + (f"no: {reason}" if reason else "yes" + ", the automatic choice" * (name == chosen))
 
 
 def build_lines() -> Iterator[str]:

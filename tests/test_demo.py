@@ -297,16 +297,23 @@ def test_info_names_versions_and_the_state_of_each_backend(capsys):
     chosen = backends.select(torch.device("cpu")).__name__.rpartition(".")[2]
     assert re.search(rf"{chosen} +yes, the automatic choice", shown)
     assert re.search(r"isa +\w+", shown)
+    assert re.search(r"triton +\d+\.", shown)
+    if not torch.version.cuda:
+        assert "backends on cuda (no device found)" in shown
+        assert shown.count("not built: this torch was built without CUDA") == 2
 
 
 def test_info_says_why_a_backend_is_missing(capsys, monkeypatch):
     monkeypatch.setattr(backends, "why_not", lambda name, device: None if name == "reference" else "for a reason")
     monkeypatch.setitem(sys.modules, "fusedaccum._C", None)
     monkeypatch.delattr(fusedaccum, "_C", raising=False)
+    monkeypatch.delitem(sys.modules, "fusedaccum.backends.compiled")  # to be imported again, and to fail
+    monkeypatch.delattr(backends, "compiled")
     assert main(["info"]) == 0
     shown = capsys.readouterr().out
-    assert shown.count("no: for a reason") == 2
-    assert re.search(r"reference +yes, the automatic choice", shown)
+    devices = 1 + max(1, torch.cuda.device_count())
+    assert shown.count("no: for a reason") == 2 * devices
+    assert len(re.findall(r"reference +yes, the automatic choice", shown)) == devices
     assert re.search(r"C\+\+ build\n  none: .*_C", shown)
 
 

@@ -20,4 +20,24 @@ std::vector<int> architectures() {
 #endif
 }
 
+// Only nvcc's build asks for it; the tests' emulation has no device to ask.
+#if defined(__CUDACC__)
+
+namespace {
+__global__ void probe_kernel() {}
+}  // namespace
+
+bool runs_on(int device) {
+  int current = 0;
+  cudaGetDevice(&current);
+  cudaSetDevice(device);
+  cudaFuncAttributes attributes;
+  const bool found = cudaFuncGetAttributes(&attributes, probe_kernel) == cudaSuccess;
+  cudaGetLastError();  // it is answered, and must not show in a later launch
+  cudaSetDevice(current);
+  return found;
+}
+
+#endif
+
 }  // namespace fusedaccum::cuda

@@ -41,6 +41,9 @@ bool takes_wide_arguments();
 // The GPU architectures that the kernels were compiled for, 900 for sm_90.
 std::vector<int> architectures();
 
+// Whether there is code for a device: its own architecture's, or such as the driver can compile for it.
+bool runs_on(int device);
+
 // grads: host, count; data is null where there is no gradient. partials: null where no norm is wanted. Marks are read,
 // and are the caller's to change.
 void fold(const Device& device, const Buffer& buffer, const Elements* grads, const float* scale, double* partials);

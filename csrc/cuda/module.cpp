@@ -8,6 +8,7 @@
 #include "kernels.h"
 
 PYBIND11_MODULE(_cuda, m) {
+  m.def("runs_on", &fusedaccum::cuda::runs_on, "Whether the kernels were compiled for the device of this index.");
   m.doc() = "The CUDA operators of fusedaccum, registered as torch.ops.fusedaccum.* when this module is imported.";
   m.def(
       "build_info",

@@ -7,6 +7,7 @@ autograd: a saved tensor that was changed is then found out in backward.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -55,12 +56,25 @@ def build_info() -> dict[str, Any]:
     return facts
 
 
+@cache
+def _why_not_there(index: int) -> str | None:
+    """Why the CUDA kernels cannot run on one device, in words; None if they can."""
+    if _cuda.runs_on(index):
+        return None
+    major, minor = torch.cuda.get_device_capability(index)
+    return (
+        f"the CUDA kernels are {build_info()['cuda']} and cuda:{index} is sm_{major}{minor}; reinstall with "
+        f"TORCH_CUDA_ARCH_LIST={major}.{minor}"
+    )
+
+
 def why_not(device: torch.device) -> str | None:
     """The reason why this backend cannot serve `device`, in words; None if it can."""
     if device.type == "cpu":
         return None
     if device.type == "cuda":
-        return _cuda_obstacle
+        index = torch.cuda.current_device() if device.index is None and _cuda_obstacle is None else device.index
+        return _cuda_obstacle or _why_not_there(index)
     return f"there are no C++ operators for {device.type}"
 
 
