@@ -20,12 +20,14 @@ from hypothesis import settings
 from fusedaccum import backends
 
 # The operator tests run once for each line. One more backend or device is one more line. `emulated` is csrc/cuda
-# executed on the CPU (tests/emulated.py).
+# executed on the CPU (tests/emulated.py), its threads in three orders.
 TARGETS = (
     ("reference", "cpu"),
     ("triton", "cpu"),
     ("compiled", "cpu"),
-    ("emulated", "cpu"),
+    ("emulated forward", "cpu"),
+    ("emulated reverse", "cpu"),
+    ("emulated random", "cpu"),
     pytest.param(("compiled", "cuda"), marks=pytest.mark.gpu),
     pytest.param(("triton", "cuda"), marks=pytest.mark.gpu),
 )
@@ -50,8 +52,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def backend_module(name: str, device: torch.device) -> ModuleType:
     """The module of a backend that must be able to serve `device`."""
-    if name == "emulated":
-        return importlib.import_module("emulated")
+    if name.startswith("emulated"):
+        module = importlib.import_module("emulated")
+        module.in_order(name.split()[1])
+        return module
     reason = backends.why_not(name, device)
     if name == "triton" and device.type == "cuda" and reason and "TRITON_INTERPRET" in reason:
         pytest.skip(f"needs TRITON_INTERPRET=0: {reason}")

@@ -5,6 +5,7 @@ Importing this module compiles it where the sources have changed since it was co
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import sys
@@ -61,6 +62,7 @@ def library() -> Path:
 
 
 torch.ops.load_library(str(library()))
+_set = ctypes.CDLL(str(library())).emulation_set
 _ops = torch.ops.fusedaccum_emulated
 _library = compiled.complete("fusedaccum_emulated")
 
@@ -70,6 +72,11 @@ def _bound(name: str) -> types.FunctionType:
     function = getattr(compiled, name)
     names = {**vars(compiled), f"_{name}": getattr(_ops, name).default}
     return types.FunctionType(function.__code__, names, name, function.__defaults__)
+
+
+def in_order(order: str) -> None:
+    """Have threads and blocks run forward, in reverse or at random from now on, and divergence be an error."""
+    _set(order.encode(), b"1", b"1", b"1")
 
 
 def why_not(device: torch.device) -> str | None:
