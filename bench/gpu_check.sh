@@ -6,6 +6,7 @@
 #   bash bench/gpu_check.sh [FILE]      FILE: where all output goes as well, out/gpu_check.txt by default
 #
 # PYTHON: the interpreter. MODELS: models of the benchmark (bench/gpu/cases.py). COMMIT: where there is no git to ask.
+# TOTAL: seconds for everything.
 # Exit code: 0 if nothing failed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -16,15 +17,14 @@ mkdir -p "$(dirname "$log")" || exit 1
 beside=$(cd "$(dirname "$log")" && pwd)
 build=$beside/gpu_build
 work=$beside/gpu_check
-total=360
+total=${TOTAL:-360}
 tail_seconds=10 # for the summary, and for what a time limit overruns
 
 # A section ends by its limit, or where the 6 minutes do, whatever it does. What matters most comes first.
 build_limit=80 operators_limit=20 tests_limit=50 graph_limit=20 table_limit=150 sanitizer_limit=30 triton_limit=40
 
 # The tables of operator cases run on a GPU too; the other tests have nothing to do there.
-tests="tests/test_gpu.py tests/test_fold.py tests/test_norm.py tests/test_boundary.py tests/test_steps.py
-tests/test_op_errors.py"
+tests="tests/test_gpu.py tests/test_fold.py tests/test_norm.py tests/test_boundary.py tests/test_steps.py tests/test_op_errors.py"
 
 choose_python() {
   local candidate
@@ -210,12 +210,8 @@ main() {
     --device "$([[ -n $no_gpu ]] && echo cpu || echo cuda)"
   verdict "operators" ""
   # shellcheck disable=SC2086
-  run_tests "tests" $tests_limit $(printf "$root/%s " $tests) -k "not graph"
-  if [[ -n $no_gpu ]]; then
-    result skip "CUDA graphs" "$no_gpu"
-  else
-    run_tests "CUDA graphs" $graph_limit "$root/tests/test_gpu.py" -k graph
-  fi
+  run_tests "tests" $tests_limit $(printf "$root/%s " $tests)
+  run_tests "CUDA graphs" $graph_limit "$root/tests/test_gpu_graphs.py"
   run_benchmark
   sanitize "memcheck" memcheck "ERROR SUMMARY: 0 errors" "all operators ran"
   sanitize "memcheck finds a planted fault" memcheck "Invalid __global__" "planted" --plant

@@ -14,6 +14,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read when torch is imported, b
 
 import torch
 
+from bench.cases import KINDS
 from bench.gpu import goals
 from bench.gpu.cases import MODELS
 from bench.gpu.clock import CudaClock, DryClock
@@ -55,6 +56,8 @@ def main(argv: list[str]) -> int:
     device = torch.device("cuda", torch.cuda.current_device()) if given.device == "cuda" else torch.device("cpu")
     clock = DryClock() if given.device == "cpu" else CudaClock(device)
     print(clock.title, flush=True)
+    for name, kind in KINDS.items():
+        print(f"{name}: {kind.title}", flush=True)
     deadline = time.monotonic() + given.seconds
 
     def report(run: Run) -> bool:

@@ -60,14 +60,22 @@ def numel(shapes: Shapes) -> int:
     return sum(map(math.prod, shapes))
 
 
+def window_bytes(kind: Kind) -> int:
+    """Per parameter: start, three sets of gradients, and ours with one rival; more of them run in more heats."""
+    return kind.gradient_bytes * 4 + 2 * (kind.state_bytes + 8)
+
+
 def fitting(model: Model, bytes_per_parameter: float, available: float) -> tuple[str, Shapes]:
-    """The model's title and shapes, with fewer layers (the title says so) where `available` bytes are not enough."""
-    layers, shapes = model.layers, model.build(model.layers)
-    while layers > 1 and numel(shapes) * bytes_per_parameter > available:
-        layers -= 1
+    """The model's title and shapes, with fewer layers (the title says so) where `available` bytes are not enough.
+
+    Raises MemoryError where one layer is too many.
+    """
+    for layers in range(model.layers, 0, -1):
         shapes = model.build(layers)
-    cut = f", cut to {layers} of {model.layers} layers: this GPU has {available / 1e9:.0f} GB for it"
-    return model.title + (cut if layers < model.layers else ""), shapes
+        if numel(shapes) * bytes_per_parameter <= available:
+            cut = f", cut to {layers} of {model.layers} layers: this GPU has {available / 1e9:.0f} GB for it"
+            return model.title + (cut if layers < model.layers else ""), shapes
+    raise MemoryError(f"one layer needs {numel(shapes) * bytes_per_parameter / 1e9:.0f} GB of {available / 1e9:.0f}")
 
 
 def make_case(name: str, kind: str, device: torch.device, bytes_per_parameter: float, sets: int | None) -> Case:

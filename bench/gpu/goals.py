@@ -89,15 +89,16 @@ def judge(rows: list[Row]) -> list[Verdict]:
 
 
 def results(rows: list[Row]) -> list[str]:
-    """One line per model and kind: ours, and the fastest of its rivals where that was measured."""
-    lines: dict[tuple[str, str, str], list[str]] = {}
+    """Ours, and the fastest of its rivals: a line for each model, folds by dtype with their stages, updates by kind."""
+    lines: dict[tuple[str, ...], list[str]] = {}
     for row in ours(rows, ""):
         section, _, stage = row.section.partition(" ")
+        key, part = ((section, row.model, row.kind), stage) if section == "fold" else ((section, row.model), row.kind)
         best = min((r.wall_min for r in rows if same_race(r, row) and r.contender != OURS), default=None)
         against = "" if best is None else f", best rival {best / row.wall_min:.2f}x"
-        said = f"{stage} {row.device_min * 1e3:.3f} ms {row.gb_per_s:.0f} GB/s {row.share:.0%}{against}"
-        lines.setdefault((section, row.model, row.kind), []).append(said)
-    return [f"{section} {model}, {kind}: {'; '.join(said)}" for (section, model, kind), said in lines.items()]
+        said = f"{part} {row.device_min * 1e3:.3f} ms {row.gb_per_s:.0f} GB/s {row.share:.0%}{against}"
+        lines.setdefault(key, []).append(said)
+    return [f"{' '.join(key)}: {'; '.join(said)}" for key, said in lines.items()]
 
 
 def same_race(row: Row, other: Row) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 from bench import kernels, truth, window
 from bench.cases import KINDS, Case, pieces
 from bench.gpu import rivals
-from bench.gpu.cases import MODELS, fold_bytes, make_case, step_bytes
+from bench.gpu.cases import MODELS, fold_bytes, make_case, step_bytes, window_bytes
 from bench.gpu.clock import Clock
 from bench.gpu.race import ThreeStreamAdd, race
 from bench.gpu.table import Facts, Row, Work, rows, table
@@ -54,6 +54,25 @@ class Run:
             self.cut.append(what)
         return self.left >= seconds
 
+    def cases(self, section: str, model: str, kind: str, plan: float, sets: int | None) -> Iterator[Case]:
+        """The case, or none and a note where time or memory is not enough. All its memory is given back afterwards.
+
+        plan: bytes per parameter that contenders will hold at once.
+        """
+        what = f"{section} {model} {kind}"
+        if not self.has_time(what):
+            return
+        try:
+            case = make_case(model, kind, self.device, plan, sets)
+        except MemoryError as error:
+            self.leave_out(what, str(error))
+            return
+        yield case
+        case.forget()
+        gc.collect()
+        if case.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def leave_out(self, name: str, reason: str) -> None:
         if self.absent.get(name) != reason:
             print(f"absent: {name} ({reason})", flush=True)
@@ -79,18 +98,6 @@ class Run:
         print(table(made, self.clock), end="\n\n", flush=True)
         self.save(self)
         return made
-
-
-@contextmanager
-def forgetting(case: Case) -> Iterator[Case]:
-    """Give all memory back at the end: the next case may need all there is."""
-    try:
-        yield case
-    finally:
-        case.forget()
-        gc.collect()
-        if case.device.type == "cuda":
-            torch.cuda.empty_cache()
 
 
 def admit(run: Run, name: str, make: Callable[[], Contender]) -> Contender | None:
@@ -167,9 +174,7 @@ def fold(run: Run) -> None:
     """A fold knows only the gradients' dtype."""
     for model in run.models:
         for kind, dtype in (("bf16", "bf16"), ("fp32", "FP32")):
-            if not run.has_time(f"fold {model} {kind}"):
-                continue
-            with forgetting(make_case(model, kind, run.device, fold_bytes(KINDS[kind]), sets=1)) as case:
+            for case in run.cases("fold", model, kind, fold_bytes(KINDS[kind]), sets=1):
                 makers = fold_rivals(run, case)
                 for stage in kernels.STAGES:
                     least = kernels.least_fold_bytes(stage, case.kind.gradient_bytes)
@@ -203,15 +208,14 @@ def step_case(run: Run, model: str, kind: str, case: Case) -> None:
 
         if (kernel := admit(run, name, build_and_check)) is not None:
             contenders.append(kernel)
-    run.finish(Work("step AdamW", model, case.kind.title, case.kind.least_step_bytes), case, contenders, facts)
+    run.finish(Work("step AdamW", model, kind, case.kind.least_step_bytes), case, contenders, facts)
 
 
 def step(run: Run) -> None:
     for model in run.models:
         for kind in MODELS[model].steps:
-            if run.has_time(f"step {model} {kind}"):
-                with forgetting(make_case(model, kind, run.device, step_bytes(KINDS[kind]), sets=1)) as case:
-                    step_case(run, model, kind, case)
+            for case in run.cases("step", model, kind, step_bytes(KINDS[kind]), sets=1):
+                step_case(run, model, kind, case)
 
 
 def merged(case: Case) -> Case:
@@ -257,10 +261,8 @@ def windows(run: Run) -> None:
     ours = type("Ours", (window.Ours,), {"backend": run.backend})
     for model in run.models:
         for kind in MODELS[model].windows:
-            if not run.has_time(f"window {model} {kind}"):
-                continue
-            work = Work("window of 8", model, KINDS[kind].title, KINDS[kind].least_window_bytes)
-            with forgetting(make_case(model, kind, run.device, 0, sets=None)) as case:
+            work = Work("window of 8", model, kind, KINDS[kind].least_window_bytes)
+            for case in run.cases("window", model, kind, window_bytes(KINDS[kind]), sets=None):
                 memory = torch.cuda.mem_get_info(run.device)[0] if run.device.type == "cuda" else 12e9
                 for heat in heats(case, list(rivals.WINDOWS[kind]), memory * 0.9e-9):
                     contenders, facts = checked_windows(run, case, [ours, *heat])
@@ -293,7 +295,7 @@ def compiled(run: Run) -> None:
         with alarm(COMPILE_SECONDS):
             return rivals.compiled_fold(stage, grads, sums)
 
-    with forgetting(make_case("gpt2", "bf16", run.device, fold_bytes(KINDS["bf16"]), sets=1)) as case:
+    for case in run.cases("compile", "gpt2", "bf16", fold_bytes(KINDS["bf16"]), sets=1):
         work = Work("fold later, compiled", "gpt2", "bf16 gradients", kernels.least_fold_bytes("later", 2))
         fold_stage(run, work, case, "later", {rivals.COMPILED: maker})
 

@@ -20,7 +20,10 @@ class Facts:
 
 @dataclass
 class Row:
-    """One contender in one case; seconds. host: of one call, in a window of one later micro-batch."""
+    """One contender in one case; seconds. kind: a key of `bench.cases.KINDS`, or the gradients' dtype.
+
+    host: of one call, in a window of one later micro-batch.
+    """
 
     section: str
     model: str
