@@ -93,61 +93,45 @@ struct AdamTile : Kinds {
   const AdamFactors& factors;
 };
 
-template <bool kZero, class P, class M>
-FUSEDACCUM_DEVICE void adam_tile(const AdamTile& t) {
-  using None = NoStream<kStepWidth>;
-  Adam<Stream<P, kStepWidth>, Stream<M, kStepWidth>, None, None, kZero> work{t.factors};
-  work.flat.p = t.flat;
-  work.param = stream_of<P>(t.param, t.tile);
-  work.exp_avg = stream_of<M>(t.exp_avg, t.tile);
-  work.exp_avg_sq = stream_of<M>(t.exp_avg_sq, t.tile);
-  const bool aligned = work.param.aligned() && work.exp_avg.aligned() && work.exp_avg_sq.aligned();
-  each_pack<kStepWidth>(t.tile.count, aligned, work);
+template <bool kZero, class Param, class Moment, class Max, class Master>
+FUSEDACCUM_DEVICE void adam_tile(const AdamTile& t, Param param, Moment exp_avg, Moment exp_avg_sq, Max max_exp_avg_sq,
+                                 Master master) {
+  Adam<Param, Moment, Max, Master, kZero> work{t.factors, {t.flat}, param, exp_avg, exp_avg_sq, max_exp_avg_sq, master};
+  const bool aligned = param.aligned() && exp_avg.aligned() && exp_avg_sq.aligned() && max_exp_avg_sq.aligned();
+  each_pack<kStepWidth>(t.tile.count, aligned && master.aligned(), work);
+}
+
+using None = NoStream<kStepWidth>;
+
+template <bool kZero, class P, class M, class Master>
+FUSEDACCUM_DEVICE void adam_tile_of(const AdamTile& t, Master master) {
+  adam_tile<kZero>(t, stream_of<P>(t.param, t.tile), stream_of<M>(t.exp_avg, t.tile),
+                   stream_of<M>(t.exp_avg_sq, t.tile), None{}, master);
 }
 
 template <bool kZero, class P, class M>
-FUSEDACCUM_DEVICE void adam_tile_with_master(const AdamTile& t) {
-  using None = NoStream<kStepWidth>;
-  Adam<Stream<P, kStepWidth>, Stream<M, kStepWidth>, None, Stream<float, kStepWidth>, kZero> work{t.factors};
-  work.flat.p = t.flat;
-  work.param = stream_of<P>(t.param, t.tile);
-  work.exp_avg = stream_of<M>(t.exp_avg, t.tile);
-  work.exp_avg_sq = stream_of<M>(t.exp_avg_sq, t.tile);
-  work.master = stream_of<float>(t.master, t.tile);
-  const bool aligned =
-      work.param.aligned() && work.exp_avg.aligned() && work.exp_avg_sq.aligned() && work.master.aligned();
-  each_pack<kStepWidth>(t.tile.count, aligned, work);
+FUSEDACCUM_DEVICE void adam_tile_with_or_without_master(const AdamTile& t) {
+  t.master.absent() ? adam_tile_of<kZero, P, M>(t, None{})
+                    : adam_tile_of<kZero, P, M>(t, stream_of<float>(t.master, t.tile));
 }
 
 // Any mixture of dtypes, with or without v_max and master.
 template <bool kZero>
 FUSEDACCUM_DEVICE void adam_tile_of_any_kind(const AdamTile& t) {
-  using Any = AnyStream<kStepWidth>;
-  using None = NoStream<kStepWidth>;
-  const auto any = [&](Entry entry) { return Any{entry, t.tile.start}; };
-  if (t.master.absent()) {
-    Adam<Any, Any, Any, None, kZero> work{
-        t.factors, {t.flat}, any(t.param), any(t.exp_avg), any(t.exp_avg_sq), any(t.max_exp_avg_sq), {}};
-    each_pack<kStepWidth>(t.tile.count, false, work);
-  } else {
-    Adam<Any, Any, Any, Any, kZero> work{
-        t.factors, {t.flat}, any(t.param), any(t.exp_avg), any(t.exp_avg_sq), any(t.max_exp_avg_sq), any(t.master)};
-    each_pack<kStepWidth>(t.tile.count, false, work);
-  }
-}
-
-template <bool kZero, class P, class M>
-FUSEDACCUM_DEVICE void adam_tile_with_or_without_master(const AdamTile& t) {
-  t.master.absent() ? adam_tile<kZero, P, M>(t) : adam_tile_with_master<kZero, P, M>(t);
+  const auto any = [&](Entry entry) { return AnyStream<kStepWidth>{entry, t.tile.start}; };
+  const auto param = any(t.param), exp_avg = any(t.exp_avg), exp_avg_sq = any(t.exp_avg_sq);
+  const auto max_exp_avg_sq = any(t.max_exp_avg_sq), master = any(t.master);
+  t.master.absent() ? adam_tile<kZero>(t, param, exp_avg, exp_avg_sq, max_exp_avg_sq, None{})
+                    : adam_tile<kZero>(t, param, exp_avg, exp_avg_sq, max_exp_avg_sq, master);
 }
 
 template <bool kZero, bool kAny>
 FUSEDACCUM_DEVICE void adam_tile_by_dtype(const AdamTile& t) {
   switch (t.mix()) {
     case Mix::kSingle:
-      return adam_tile<kZero, float, float>(t);
+      return adam_tile_of<kZero, float, float>(t, None{});
     case Mix::kSingleLow:
-      return adam_tile<kZero, float, BFloat16>(t);
+      return adam_tile_of<kZero, float, BFloat16>(t, None{});
     case Mix::kBFloat16Single:
       return adam_tile_with_or_without_master<kZero, BFloat16, float>(t);
     case Mix::kBFloat16:
@@ -155,7 +139,7 @@ FUSEDACCUM_DEVICE void adam_tile_by_dtype(const AdamTile& t) {
     case Mix::kFloat16Single:
       return adam_tile_with_or_without_master<kZero, Float16, float>(t);
     case Mix::kFloat16:
-      return adam_tile<kZero, Float16, Float16>(t);
+      return adam_tile_of<kZero, Float16, Float16>(t, None{});
     default:
       if constexpr (kAny) adam_tile_of_any_kind<kZero>(t);
   }
