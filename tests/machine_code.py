@@ -168,11 +168,14 @@ NAMED = {
 
 
 def budgets_of(kernel: Kernel) -> Sequence[Budget]:
-    """What the full tiles of a named kernel may move; nothing for kernels that do not work on tiles."""
+    """What the full tiles of a named kernel may move; nothing for kernels that do not work on tiles.
+
+    Steps have an instance that also stores the zeros. Which of the two this is shows in what most paths keep to.
+    """
     budgets = NAMED.get(kernel.name.split("<")[0], ())
     zeroing = [budget.zeroing for budget in budgets]
     is_step = kernel.name.startswith(("adam", "sgd"))
-    return zeroing if is_step and kernel.keeps(zeroing[0]) else budgets
+    return zeroing if is_step and sum(map(kernel.keeps, zeroing)) > sum(map(kernel.keeps, budgets)) else budgets
 
 
 def nvcc_flags() -> list[str]:

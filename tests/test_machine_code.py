@@ -10,7 +10,7 @@ import shutil
 import pytest
 from machine_code import ARCHITECTURES, NAMED, Kernel, budgets_of, compile_sources, table
 
-WITHOUT_TILES = {"sum_kernel", "close_kernel"}
+WITHOUT_TILES = {"sum_kernel", "close_kernel", "probe_kernel"}
 
 
 @pytest.fixture(scope="session")
@@ -50,6 +50,13 @@ def test_tiles_move_16_bytes_at_a_time(kernels):
             assert kernel.wide_loads > 0, kernel
         if base(kernel) in NAMED and base(kernel) != "square_kernel":
             assert kernel.wide_stores > 0, kernel
+
+
+def test_addresses_are_known_to_be_global(kernels):
+    """LD and ST, without the G, first find out what kind of memory an address is in."""
+    for kernel in kernels:
+        generic = {what: count for what, count in kernel.accesses.items() if what.startswith(("LD ", "ST "))}
+        assert not generic, f"{kernel.name}: {generic}; make the pointer with __cvta_global_to_generic"
 
 
 def test_full_tiles_move_what_the_budget_says(kernels, request, capsys):
