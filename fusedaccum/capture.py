@@ -40,6 +40,7 @@ class Graphs:
 
     def __init__(self) -> None:
         self.captured = 0  # folds in the graph since its last boundary: while there are any, the device counts
+        self.length = 0  # of the window they belong to
         self.marks: Tensor | None = None  # what those folds touch
         self.folds: Tensor | None = None
         self.updates: Tensor | None = None
@@ -53,12 +54,14 @@ class Graphs:
                 make = {"dtype": torch.float64, "device": buffer.device}
                 self.folds, self.updates, self.divisor = (torch.zeros(1, **make) for _ in range(3))
 
-    def begin_fold(self, window: Window, weighted: bool) -> None:
+    def begin_fold(self, window: Window, weighted: bool, scale: float | Tensor) -> None:
         """Before a fold is captured: refuse what cannot be, and have every gradient added.
 
         Raises RuntimeError with the window as it was.
         """
         reason = self._obstacle(window, weighted)
+        if reason is None and window.buffers[0].scale_value != scale:
+            reason = "no window of these `steps` has run yet; run a whole one before the capture"
         if reason is not None:
             raise RuntimeError(f"{NAME}: this step() cannot be captured in a CUDA graph because {reason}")
         (buffer,) = window.buffers
@@ -71,6 +74,7 @@ class Graphs:
         """After a fold was captured: the device counts it."""
         self.folds.add_(1)
         self.captured += 1
+        self.length = window.length
         self.marks = window.buffers[0].marks & TOUCHED
 
     def _obstacle(self, window: Window, weighted: bool) -> str | None:

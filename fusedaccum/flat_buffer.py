@@ -85,7 +85,9 @@ class FlatBuffer:
         self.divisor = torch.ones(1, dtype=torch.float64, device=device)
         self.scalars = torch.zeros(3, dtype=torch.float32, device=device)
         self._scale = torch.ones(1, dtype=torch.float32, device=device)
-        self._scale_value = 1.0
+        self.scale_value = 1.0
+        self._scales_in_graphs: list[Tensor] = []
+        self._divisor_value: float | None = 1.0
         self._views: weakref.WeakSet[Tensor] = weakref.WeakSet()
         # The list entry of a segment to which a list does not apply.
         self.absent = torch.empty(0, dtype=torch.float32, device=device)
@@ -158,14 +160,21 @@ class FlatBuffer:
         if isinstance(scale, Tensor):
             factor = self._scalar(scale)
         else:
-            if scale != self._scale_value:
-                self._scale.fill_(scale)
-                self._scale_value = scale
+            if scale != self.scale_value:
+                self._set_scale(scale)
             factor = self._scale
         self.backend.fold(
             self.flat, self.partials, self.marks, self.segments, self.tiles, self.readable(grads), factor, norm
         )
         self.touched = self.touched or any(g is not None for g in grads)
+
+    def _set_scale(self, value: float) -> None:
+        if self.keeps_zero:  # a CUDA graph may read the old value at every replay
+            self._scales_in_graphs.append(self._scale)
+            self._scale = self._scalar(value)
+        else:
+            self._scale.fill_(value)
+        self.scale_value = value
 
     def square_total(self) -> Tensor:
         """The sum of squares of what this window holds: float64[1] on this device, reused by the next call."""
@@ -176,8 +185,10 @@ class FlatBuffer:
         """Fill `scalars` and count the update in `steps`. total: float64[1], over all devices, on this device."""
         if isinstance(divisor, Tensor):
             self.divisor.copy_(divisor.reshape(1))
-        else:
+            self._divisor_value = None
+        elif divisor != self._divisor_value:
             self.divisor.fill_(divisor)
+            self._divisor_value = divisor
         self.backend.close_window(self.scalars, self.steps, self.marks, total, self.divisor, max_norm)
 
     def rescale(self, factor: float | Tensor) -> None:

@@ -137,7 +137,7 @@ class Window:
             scale = 1.0 / length
         items = mean_of if mean_of is not None else sum_of
         if capturing := capture.is_capturing():
-            self.graphs.begin_fold(self, weighted)
+            self.graphs.begin_fold(self, weighted, scale)
         else:
             self.graphs.check_eager()
         self.locate()
@@ -146,12 +146,12 @@ class Window:
             folding.discard(self.params)
         else:
             folding.fold(self, scale, norm=last)
-        if capturing:
-            self.graphs.end_fold(self)
         if items is not None:
             self.items = self.items + _double(items, self.items)
         self.mode = WEIGHTED if weighted else PLAIN
         self.length = length
+        if capturing:
+            self.graphs.end_fold(self)
         self.pending += 1
         self._updated = False
         self.saved = False
@@ -322,7 +322,7 @@ class Window:
         self.items = 0.0
         self.length = self.steps
         if self.graphs.begin_window(self.buffers):
-            self.pending, self.mode = self.graphs.captured, PLAIN
+            self.pending, self.length, self.mode = self.graphs.captured, self.graphs.length, PLAIN
         self.announced = None
         self._updated = False
 

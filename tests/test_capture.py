@@ -244,7 +244,14 @@ def with_new_weights():
     return run
 
 
+def with_new_steps():
+    run = used()
+    run.w.steps = 2 * N
+    return run
+
+
 REFUSED = {
+    "another number of steps": (with_new_steps, "no window of these `steps`"),
     "before any window": (fresh, LATER),
     "capturable=False": (lambda: used(make=lambda params: AdamW(params, lr=lr())), "pass capturable=True"),
     "the wrapped update": (lambda: used(make=MAKERS["sgd"], update="wrapped"), "only the fused update"),
@@ -307,6 +314,30 @@ def test_an_eager_step_beside_captured_folds_is_refused(monkeypatch):
     run.window(data(1))
     twin.window(data(1))
     assert run.same_as(twin)
+
+
+@pytest.mark.parametrize("captured", [1, N], ids=["folds alone", "whole windows"])
+def test_a_graph_keeps_its_steps(monkeypatch, captured):
+    """Another `steps`, set later, is of eager windows: 1/steps, and the count of micro-batches, are the graph's own."""
+    run, twin = pair()
+    with capturing(monkeypatch) as graph:
+        for _ in range(captured):
+            run.micro()
+    run.w.steps = 2
+    for _ in range(2):
+        if captured == N:
+            run.window(data(9, 2))  # an eager one of 2
+            twin.w.steps = 2
+            twin.window(data(9, 2))
+            twin.w.steps = N
+        run.x.copy_(data(1, 1)[0])
+        for _ in range(N // captured):
+            graph.replay()
+        if captured < N:
+            run.w.flush()
+        twin.window(data(1, 1) * N)
+        assert run.same_as(twin)
+    assert run.w.updates == twin.w.updates
 
 
 def test_eager_windows_between_replays_of_whole_windows(monkeypatch):
