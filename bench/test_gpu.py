@@ -79,8 +79,8 @@ def test_only_kernels_count_as_launches():
     def event(name, kind):
         return SimpleNamespace(name=name, device_type=kind)
 
-    events = [event("fold_kernel", DeviceType.CUDA), event("Memcpy HtoD", DeviceType.CUDA)]
-    events += [event("Memset", DeviceType.CUDA), event("cudaLaunchKernel", DeviceType.CPU)]
+    on_device = ("fold_kernel", "Memcpy HtoD (Pinned -> Device)", "Memset (Device)", "Context Sync")
+    events = [event(name, DeviceType.CUDA) for name in on_device] + [event("cudaLaunchKernel", DeviceType.CPU)]
     assert clocks.kernels_in(events) == 1
 
 

@@ -63,9 +63,9 @@ def host_seconds(contender: Contender, cold: Callable[[], None], wait: Callable[
 
 
 def kernels_in(events: Iterable) -> int:
-    """Kernel launches among a profiler's events: what ran on the device and is no copy and no memset."""
+    """Kernel launches among a profiler's events: what ran on the device and is no copy, memset or wait."""
     on_device = (event for event in events if event.device_type == DeviceType.CUDA)
-    return sum(not event.name.startswith(("Memcpy", "Memset")) for event in on_device)
+    return sum(not event.name.startswith(("Mem", "Stream ", "Context ", "Event ")) for event in on_device)
 
 
 class CudaClock:
