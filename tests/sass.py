@@ -6,7 +6,8 @@ A kernel has a path for every mixture of dtypes, and others for tails and unalig
    (a table's entry, a hyper-parameter) and costs next to nothing.
 2. A block that moves elements in vectors only (8 bytes or more at a time) belongs to a full tile. One that also moves
    them one by one belongs to a tail or an unaligned tensor.
-3. Blocks of full tiles that reach each other through blocks that move no elements are one path.
+3. Blocks of full tiles that reach each other through blocks that move no elements are one path. If one of them also
+   reaches a block that moves elements one by one, the path is a tail's, which has vectors where it can.
 4. A thread stores each element of an output once. So the elements that it handles in a path are the bytes stored there
    over the bytes that the operator stores for an element, and the bytes read for each follow. Where an operator stores
    nothing, each element of `flat` is read once.
@@ -185,14 +186,17 @@ def full_tiles(code: list[Instruction]) -> list[FullTile]:
     blocks = _blocks(code)
     _mark_moves(blocks)
     full = {start for start, b in blocks.items() if b.moves and min(access.width for access in b.moves) >= VECTOR}
+    next_moves = {start: _reached(blocks, start) for start in full}
     path_of = {start: {start} for start in full}
     for start in full:
-        for other in _reached(blocks, start) & full:
+        for other in next_moves[start] & full:
             path_of[start] |= path_of[other]
             for member in path_of[start]:
                 path_of[member] = path_of[start]
     paths = []
     for members in {min(members): members for members in path_of.values()}.values():
+        if any(next_moves[start] - full for start in members):
+            continue
         moves = [access for start in members for access in blocks[start].moves]
         loads = [access for access in moves if access.op.startswith("LD")]
         paths.append(
