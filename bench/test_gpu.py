@@ -19,6 +19,16 @@ from bench.gpu.__main__ import main
 from bench.gpu.cases import MODELS, RESERVE, fitting, fold_bytes, numel, step_bytes
 from bench.gpu.table import Facts, Row, Work, cells
 
+
+@pytest.fixture(autouse=True)
+def threads():
+    """One, in place of the benchmark's two: nothing is timed here, and threads that wait for a core take long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 # The clock, on a device that is simulated: one queue, and a host whose time is virtual
 
 
