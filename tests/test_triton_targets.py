@@ -151,6 +151,6 @@ def test_nothing_is_launched_for_nothing_touched(monkeypatch):
 def test_graph_capture_is_refused(monkeypatch):
     """A graph would copy the table again at every replay, from pinned memory that others have by then."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    leader = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
+    leader = SimpleNamespace(is_cuda=True, get_device=lambda: -1)
     with pytest.raises(RuntimeError, match=r'^fold: .* capture .* got .* capturing; use backend="compiled"$'):
         backend._to_device("fold", [1], leader)

@@ -224,14 +224,21 @@ def _words(kinds: list[int], marks: Tensor) -> list[int]:
 def _to_device(op: str, facts: Tensor | list[int], leader: Tensor) -> Tensor:
     """What the host knows, uint8 or int64, on `leader`'s device: a copy that the host does not wait for."""
     on_gpu = leader.is_cuda
-    if on_gpu and torch.cuda.is_current_stream_capturing():
-        rule = 'be called outside of CUDA graph capture with backend="triton": a replay would read a table that is gone'
-        raise RuntimeError(f'{op}: the operator must {rule}, got a stream that is capturing; use backend="compiled"')
+    if on_gpu:
+        _refuse_capture(op, leader)
     if isinstance(facts, list):
         facts = torch.tensor(facts, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
     elif on_gpu:
         facts = facts.pin_memory()
     return facts.to(leader.device, non_blocking=True)
+
+
+def _refuse_capture(op: str, leader: Tensor) -> None:
+    with torch.cuda.device_of(leader):
+        if not torch.cuda.is_current_stream_capturing():
+            return
+    rule = 'be called outside of CUDA graph capture with backend="triton": a replay would read a table that is gone'
+    raise RuntimeError(f'{op}: the operator must {rule}, got a stream that is capturing; use backend="compiled"')
 
 
 def _launch(kernel: triton.JITFunction, programs: int, *arguments: object, **constants: object) -> None:
