@@ -99,6 +99,30 @@ def test_barriers_warp_operations_atomics_and_launches_are_those_of_cuda(program
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+# Every launcher on the driver's windows. Each order and mode with the plain build, which is quick; out of bounds and
+# races once in each case that can have them.
+DRIVER = [
+    *(
+        ("forward", case, order, True)
+        for case in ("small", "large", "deep")
+        for order in ("forward", "reverse", "random")
+    ),
+    ("forward", "small", "forward", False),
+    *(("address", case, "forward", False) for case in ("small", "large", "deep")),
+    *(("thread", case, order, True) for case in ("few", "deep") for order in ("forward", "reverse", "random")),
+]
+
+
+@pytest.mark.parametrize(("how", "case", "order", "strict"), DRIVER)
+def test_kernels(programs: Programs, how: str, case: str, order: str, strict: bool) -> None:
+    sources = (emulation.HERE / "driver.cpp", emulation.HERE / "steps.cpp", *sorted(emulation.CSRC.glob("cuda/*.cu")))
+    sanitizer, own = RUNS[how]
+    program = programs.get("driver", sanitizer, sources)
+    done = emulation.execute(program, [case], **{**own, "order": order, "strict": strict})
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    assert int(done.stdout.split()[0]) > 10_000, "values checked"
+
+
 def test_unknown_settings_are_refused(programs: Programs) -> None:
     program = programs.get("primitives", "plain", (emulation.HERE / "primitives.cu",))
     for settings, words in (({"order": "sideways"}, "not sideways"), ({"workers": 0}, "workers is 1 to 64, not 0")):
