@@ -102,8 +102,8 @@ class Backend(Protocol):
         The clip factor is that of `torch.nn.utils.clip_grad_norm_`; a norm that is not a number makes the multiplier
         not a number, as there. Computed in float64, rounded once.
 
-        total, divisor: float64[1]. max_norm: infinity means no clipping: the factor is 1, whatever the norm. Mutates
-        scalars, steps.
+        total: float64[1], the sum over all devices. divisor: float64[1]. max_norm: infinity means no clipping: the
+            factor is 1, whatever the norm. Mutates scalars, steps.
         """
         ...
 

@@ -60,32 +60,48 @@ FUSEDACCUM_DEVICE void sgd_tile(const SgdTile& t, Param param, Momentum buffer, 
   each_pack<kStepWidth>(t.tile.count, param.aligned() && buffer.aligned() && master.aligned(), work);
 }
 
+using None = NoStream<kStepWidth>;
+using Single = Stream<float, kStepWidth>;
+
+template <bool kZero, class P, class Momentum>
+FUSEDACCUM_DEVICE void sgd_tile_of(const SgdTile& t, Momentum buffer) {
+  const Stream<P, kStepWidth> param{t.param.data<P>() + t.tile.start};
+  if (std::is_same_v<P, float> || t.master.absent()) return sgd_tile<kZero>(t, param, buffer, None{});
+  sgd_tile<kZero>(t, param, buffer, Single{t.master.data<float>() + t.tile.start});
+}
+
+// Any mixture of dtypes.
+template <bool kZero>
+FUSEDACCUM_DEVICE void sgd_tile_of_any_kind(const SgdTile& t) {
+  using Any = AnyStream<kStepWidth>;
+  const Any param{t.param, t.tile.start}, buffer{t.buffer, t.tile.start}, master{t.master, t.tile.start};
+  if (t.buffer.absent())
+    return t.master.absent() ? sgd_tile<kZero>(t, param, None{}, None{}) : sgd_tile<kZero>(t, param, None{}, master);
+  t.master.absent() ? sgd_tile<kZero>(t, param, buffer, None{}) : sgd_tile<kZero>(t, param, buffer, master);
+}
+
+// A buffer in the parameter's dtype or in float32, and a master only where the parameter is not float32.
+template <bool kZero, class P>
+FUSEDACCUM_DEVICE void sgd_tile_by_buffer(const SgdTile& t) {
+  if (std::is_same_v<P, float> && !t.master.absent()) return sgd_tile_of_any_kind<kZero>(t);
+  if (t.buffer.absent()) return sgd_tile_of<kZero, P>(t, None{});
+  if (t.buffer.dtype() == DType::kFloat32)
+    return sgd_tile_of<kZero, P>(t, Single{t.buffer.data<float>() + t.tile.start});
+  if (!std::is_same_v<P, float> && t.buffer.dtype() == t.param.dtype())
+    return sgd_tile_of<kZero, P>(t, Stream<P, kStepWidth>{t.buffer.data<P>() + t.tile.start});
+  sgd_tile_of_any_kind<kZero>(t);
+}
+
 template <bool kZero>
 FUSEDACCUM_DEVICE void sgd_tile_by_dtype(const SgdTile& t) {
-  using None = NoStream<kStepWidth>;
-  using Any = AnyStream<kStepWidth>;
-  using Single = Stream<float, kStepWidth>;
-  using Low = Stream<BFloat16, kStepWidth>;
-  const int64_t start = t.tile.start;
-  const bool no_buffer = t.buffer.absent(), no_master = t.master.absent();
-  const auto single = [&](Entry e) { return Single{e.data<float>() + start}; };
-  const auto low = [&](Entry e) { return Low{e.data<BFloat16>() + start}; };
-  const bool single_buffer = !no_buffer && t.buffer.dtype() == DType::kFloat32;
-
-  if (t.param.dtype() == DType::kFloat32 && no_master) {
-    if (no_buffer) return sgd_tile<kZero>(t, single(t.param), None{}, None{});
-    if (single_buffer) return sgd_tile<kZero>(t, single(t.param), single(t.buffer), None{});
+  switch (t.param.dtype()) {
+    case DType::kFloat32:
+      return sgd_tile_by_buffer<kZero, float>(t);
+    case DType::kBFloat16:
+      return sgd_tile_by_buffer<kZero, BFloat16>(t);
+    default:
+      return sgd_tile_by_buffer<kZero, Float16>(t);
   }
-  if (t.param.dtype() == DType::kBFloat16 && single_buffer && !no_master)
-    return sgd_tile<kZero>(t, low(t.param), single(t.buffer), single(t.master));
-  if (t.param.dtype() == DType::kBFloat16 && !no_buffer && t.buffer.dtype() == DType::kBFloat16 && no_master)
-    return sgd_tile<kZero>(t, low(t.param), low(t.buffer), None{});
-
-  // Any other mixture of dtypes.
-  const Any param{t.param, start}, buffer{t.buffer, start}, master{t.master, start};
-  if (no_buffer)
-    return no_master ? sgd_tile<kZero>(t, param, None{}, None{}) : sgd_tile<kZero>(t, param, None{}, master);
-  no_master ? sgd_tile<kZero>(t, param, buffer, None{}) : sgd_tile<kZero>(t, param, buffer, master);
 }
 
 template <int kBytes, bool kZero>
