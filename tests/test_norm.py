@@ -16,7 +16,7 @@ from op_cases import (
     total_tensor,
 )
 
-from fusedaccum.ops import TOUCHED
+from fusedaccum.ops import FRESH, TOUCHED
 
 
 def total_of(backend, buffer: Buffer) -> float:
@@ -65,15 +65,17 @@ def test_a_segment_whose_last_gradient_came_earlier_counts(backend):
     assert total_of(backend, buffer) == 17 * 4.0 + 4097
 
 
-def test_untouched_segments_never_reach_the_total(backend):
-    """They hold NaN, and so do their partials, whatever else their marks say."""
-    buffer = Buffer([4097, 17, 4097])
-    buffer.fill([None, torch.full((17,), 2.0), None])
+@pytest.mark.parametrize("other_marks", [0, FRESH], ids=["unmarked", "fresh"])
+def test_untouched_segments_never_reach_the_total(backend, other_marks):
+    """They hold NaN, and so do their partials, whatever else their marks say; before, between and after touched ones."""
+    buffer = Buffer([4097, 17, 4097, 5, 4097])
+    buffer.fill([None, torch.full((17,), 2.0), None, torch.full((5,), 3.0), None])
+    buffer.marks[::2] = other_marks
     flat = buffer.flat.clone()
-    assert total_of(backend, buffer) == 17 * 4.0
-    assert buffer.marks.tolist() == [0, TOUCHED_AND_FRESH, 0]
+    assert total_of(backend, buffer) == 17 * 4.0 + 5 * 9.0
+    assert (buffer.marks[1::2] == TOUCHED_AND_FRESH).all()
     assert same_bits(buffer.flat, flat)
-    assert buffer.partials[buffer.tiles_of(0) + buffer.tiles_of(2)].isnan().all()
+    assert buffer.partials[buffer.tiles_of(0) + buffer.tiles_of(2) + buffer.tiles_of(4)].isnan().all()
 
 
 def test_nothing_touched(backend):

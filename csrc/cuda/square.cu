@@ -7,7 +7,7 @@ namespace {
 
 constexpr int kWidth = 8;
 constexpr int64_t kSumBlocks = kTotal - 2;  // total: the sum, a counter, and a sum for each block
-constexpr int64_t kTilesPerBlock = 4096;
+constexpr int64_t kTilesPerBlock = 1024;
 
 struct Squares {
   using Flat = Stream<const float, kWidth>;
