@@ -67,7 +67,7 @@ def test_a_segment_whose_last_gradient_came_earlier_counts(backend):
 
 @pytest.mark.parametrize("other_marks", [0, FRESH], ids=["unmarked", "fresh"])
 def test_untouched_segments_never_reach_the_total(backend, other_marks):
-    """They hold NaN, and so do their partials, whatever else their marks say; before, between and after touched ones."""
+    """They and their partials hold NaN, whatever else their marks say; before, between and after touched ones."""
     buffer = Buffer([4097, 17, 4097, 5, 4097])
     buffer.fill([None, torch.full((17,), 2.0), None, torch.full((5,), 3.0), None])
     buffer.marks[::2] = other_marks
