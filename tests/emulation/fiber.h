@@ -1,5 +1,5 @@
 // A fiber: a stack of its own, and a place to continue at. On x86-64 a switch is twelve instructions; elsewhere
-// ucontext does it, with a system call each time.
+// (and with -DEMULATION_UCONTEXT) ucontext does it, with a system call each time.
 //
 // The sanitizers are told of every switch. Their functions are weak: null unless the program is linked with them.
 #pragma once
@@ -11,7 +11,9 @@
 #include <cstdio>
 #include <cstdlib>
 
-#ifndef __x86_64__
+#if defined(__x86_64__) && !defined(EMULATION_UCONTEXT)
+#define EMULATION_OWN_SWITCH
+#else
 #include <ucontext.h>
 #endif
 
@@ -27,7 +29,7 @@ EMULATION_WEAK void __tsan_release(void* address);
 #undef EMULATION_WEAK
 }
 
-#ifdef __x86_64__
+#ifdef EMULATION_OWN_SWITCH
 // Pushes what a function must preserve, stores the stack pointer, continues where the other stack was left.
 extern "C" void emulation_switch(void** save, void* restore);
 asm(R"(
@@ -69,7 +71,7 @@ class Fiber {
   // The next switch to this fiber calls `entry`, which must end with a last switch and not return.
   void start(void (*entry)()) {
     if (!stack_) allocate();
-#ifdef __x86_64__
+#ifdef EMULATION_OWN_SWITCH
     // What emulation_switch pops: six registers and the entry. Above them lies the return address of an entry that
     // does not return, 8 bytes under a multiple of 16 as in every call.
     uintptr_t* top = reinterpret_cast<uintptr_t*>(stack_ + kStackBytes) - 1;
@@ -93,7 +95,7 @@ class Fiber {
       __sanitizer_start_switch_fiber(last ? nullptr : &fake_stack_, to.bottom_, to.size_);
     constexpr unsigned kNoSync = 1;  // a switch orders nothing: what does is told by acquire and release
     if (__tsan_switch_to_fiber) __tsan_switch_to_fiber(to.tsan_, kNoSync);
-#ifdef __x86_64__
+#ifdef EMULATION_OWN_SWITCH
     emulation_switch(&stack_pointer_, to.stack_pointer_);
 #else
     swapcontext(&context_, &to.context_);
@@ -131,7 +133,7 @@ class Fiber {
   size_t size_ = 0;
   void* fake_stack_ = nullptr;
   void* tsan_ = nullptr;
-#ifdef __x86_64__
+#ifdef EMULATION_OWN_SWITCH
   void* stack_pointer_ = nullptr;
 #else
   ucontext_t context_;
