@@ -148,7 +148,7 @@ FUSEDACCUM_DEVICE void adam_tile_by_dtype(const AdamTile& t) {
 // Three blocks a multiprocessor hold more loads in flight than it takes to fill its share of the bandwidth.
 template <int kBytes, bool kZero, bool kAny>
 __global__ void __launch_bounds__(kThreads, kAny ? 2 : 3)
-    adam_kernel(const StepCall call, const __grid_constant__ Table<Entry, kBytes> table) {
+    adam_kernel(const StepCall call, const Table<Entry, kBytes> __grid_constant__ table) {
   const Tile tile = call.tiles[blockIdx.x];
   const Entries<kBytes> entry{table, call, tile.segment};
   if (entry[kParam].absent()) return;

@@ -17,7 +17,7 @@ struct CloseCall {
 
 template <int kBytes>
 __global__ void __launch_bounds__(kThreads)
-    close_kernel(const CloseCall call, const __grid_constant__ Table<uint8_t, kBytes> marks) {
+    close_kernel(const CloseCall call, const Table<uint8_t, kBytes> __grid_constant__ marks) {
   const Closing closing = close_window(*call.total, *call.divisor, call.max_norm);
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     call.scalars[0] = closing.multiplier;

@@ -67,7 +67,7 @@ FUSEDACCUM_DEVICE double fold_dtype(const FoldCall& call, const Tile& tile, Entr
 
 template <int kBytes, bool kNorm>
 __global__ void __launch_bounds__(kThreads)
-    fold_kernel(const FoldCall call, const __grid_constant__ Table<Entry, kBytes> grads) {
+    fold_kernel(const FoldCall call, const Table<Entry, kBytes> __grid_constant__ grads) {
   const Tile tile = call.tiles[blockIdx.x];
   const Entry grad = grads.at[tile.segment - call.first_segment];
   if (grad.absent()) return;

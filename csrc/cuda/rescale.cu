@@ -42,7 +42,7 @@ FUSEDACCUM_DEVICE void scale_tile(const float* in, T* out, float by, int64_t cou
 template <int kBytes>
 __global__ void __launch_bounds__(kThreads)
     rescale_kernel(float* flat, const Tile* tiles, const float* factor, int64_t first_segment,
-                   const __grid_constant__ Table<uint8_t, kBytes> marks) {
+                   const Table<uint8_t, kBytes> __grid_constant__ marks) {
   const Tile tile = tiles[blockIdx.x];
   if (!(marks.at[tile.segment - first_segment] & kTouched)) return;
   scale_tile(flat + tile.flat_start, flat + tile.flat_start, *factor, tile.count);
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kThreads)
 template <int kBytes>
 __global__ void __launch_bounds__(kThreads)
     emit_kernel(const float* flat, const Tile* tiles, const float* scalars, int64_t first_segment,
-                const __grid_constant__ Table<Entry, kBytes> grads) {
+                const Table<Entry, kBytes> __grid_constant__ grads) {
   const Tile tile = tiles[blockIdx.x];
   const Entry grad = grads.at[tile.segment - first_segment];
   if (grad.absent() || scalars[1] != 0) return;

@@ -106,7 +106,7 @@ FUSEDACCUM_DEVICE void sgd_tile_by_dtype(const SgdTile& t) {
 
 template <int kBytes, bool kZero>
 __global__ void __launch_bounds__(kThreads)
-    sgd_kernel(const StepCall call, const __grid_constant__ Table<Entry, kBytes> table) {
+    sgd_kernel(const StepCall call, const Table<Entry, kBytes> __grid_constant__ table) {
   const Tile tile = call.tiles[blockIdx.x];
   const Entries<kBytes> entry{table, call, tile.segment};
   if (entry[kParam].absent()) return;

@@ -31,7 +31,7 @@ struct Squares {
 template <int kBytes>
 __global__ void __launch_bounds__(kThreads)
     square_kernel(const float* flat, const Tile* tiles, double* partials, int64_t first_segment,
-                  const __grid_constant__ Table<uint8_t, kBytes> marks) {
+                  const Table<uint8_t, kBytes> __grid_constant__ marks) {
   const Tile tile = tiles[blockIdx.x];
   if ((marks.at[tile.segment - first_segment] & (kTouched | kFresh)) != kTouched) return;
   Squares work;
@@ -66,7 +66,7 @@ struct SumCall {
 // Partials of untouched segments are left over from earlier windows, and may be anything: they are not read.
 template <int kBytes>
 __global__ void __launch_bounds__(kThreads)
-    sum_kernel(const SumCall call, const __grid_constant__ Table<uint8_t, kBytes> marks) {
+    sum_kernel(const SumCall call, const Table<uint8_t, kBytes> __grid_constant__ marks) {
   const int64_t begin = blockIdx.x * call.per_block;
   const int64_t end = begin + call.per_block < call.tile_count ? begin + call.per_block : call.tile_count;
   double own = 0;

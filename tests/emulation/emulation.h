@@ -26,7 +26,9 @@
 #define __align__(bytes) __attribute__((aligned(bytes)))
 // A block runs on one OS thread, and one block at a time.
 #define __shared__ static thread_local
-#define __grid_constant__
+// A kernel reads such an argument where the launch has put it: each thread's own copy of 32 KB would take minutes. It
+// stands between the type and the name, where a reference is declared.
+#define __grid_constant__ &
 
 struct uint3 {
   unsigned x, y, z;
