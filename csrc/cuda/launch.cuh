@@ -25,8 +25,8 @@ constexpr int kWideBytes = kNarrowBytes;
 constexpr int kWideBytes = 32000;
 #endif
 
-// A table that a kernel gets by value. It is passed as `const Table<...> __grid_constant__ name`, in this order of words
-// for the tests' sake, and then read in place by any index.
+// A table that a kernel gets by value. It is passed as `const Table<...> __grid_constant__ name`, in this order of
+// words for the tests' sake, and then read in place by any index.
 template <class T, int kBytes>
 struct Table {
   static constexpr int kSize = kBytes;
