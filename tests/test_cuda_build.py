@@ -84,5 +84,3 @@ def test_it_is_imported_and_registers_every_operator(module: Path) -> None:
     facts, *registered = done.stdout.splitlines()
     assert facts.startswith("[900] ")
     assert registered == ["True"] * len(_OPERATORS)
-
-
