@@ -186,10 +186,13 @@ def nvcc_flags() -> list[str]:
     raise RuntimeError("setup.py: there is no list NVCC any more; read the flags from where they are now")
 
 
+NVCC_FLAGS = nvcc_flags()  # once, and here: Python 3.11's ast.parse fails now and then in several threads
+
+
 def compile_source(source: Path, architecture: int, folder: Path) -> list[Kernel]:
     """The kernels of a .cu file as nvcc makes them for one architecture."""
     cubin = folder / f"{source.stem}_{architecture}.cubin"
-    command = ["nvcc", *nvcc_flags(), "-cubin", f"-arch=sm_{architecture}", "-o", str(cubin), str(source)]
+    command = ["nvcc", *NVCC_FLAGS, "-cubin", f"-arch=sm_{architecture}", "-o", str(cubin), str(source)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr}")

@@ -6,7 +6,6 @@ The one thing missing is called by nobody here: what a torch with CUDA says of d
 
 from __future__ import annotations
 
-import ast
 import os
 import shutil
 import subprocess
@@ -16,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from machine_code import NVCC_FLAGS
 from torch.utils.cpp_extension import COMMON_NVCC_FLAGS, include_paths, library_paths
 
 from fusedaccum.backends.compiled import _OPERATORS
@@ -37,14 +37,6 @@ for name in {operators!r}:
 """
 
 
-def setup_flags(name: str) -> list[str]:
-    """A list of flags in setup.py."""
-    for node in ast.parse((ROOT / "setup.py").read_text()).body:
-        if isinstance(node, ast.Assign) and node.targets[0].id == name:
-            return ast.literal_eval(node.value)
-    raise AssertionError(f"setup.py has no {name}")
-
-
 def compile_object(source: Path, folder: Path) -> Path:
     """As torch's BuildExtension does."""
     target = folder / f"{source.name}.o"
@@ -53,7 +45,7 @@ def compile_object(source: Path, folder: Path) -> Path:
     # nvcc hands a .cpp on to the C++ compiler, which it tells where CUDA's headers are.
     command = ["nvcc", "-Xcompiler", "-fPIC", "-DUSE_CUDA"]
     if source.suffix == ".cu":
-        command += [*COMMON_NVCC_FLAGS, *setup_flags("NVCC"), "-arch=sm_90"]
+        command += [*COMMON_NVCC_FLAGS, *NVCC_FLAGS, "-arch=sm_90"]
     else:
         command += ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-O0"]
     done = subprocess.run(
