@@ -172,7 +172,17 @@ def our_step(case: Case, state: State, buffer: FlatBuffer) -> Kernel:
     row = [values.get(column, 1.0 if column == "decoupled" else 0.0) for column in ADAM_COLUMNS]
     hyper = torch.tensor([row], dtype=torch.float64, device=case.device)
     groups = torch.zeros(len(case.shapes), dtype=torch.int64, device=case.device)
-    tables = (buffer.flat, buffer.marks, buffer.segments, buffer.tiles, buffer.scalars, buffer.steps, groups, hyper)
+    tables = (
+        buffer.flat,
+        buffer.marks,
+        buffer.live,
+        buffer.segments,
+        buffer.tiles,
+        buffer.scalars,
+        buffer.steps,
+        groups,
+        hyper,
+    )
     lists = (state.params, state.exp_avgs, state.exp_avg_sqs, [], state.masters)
     return Kernel(OURS, lambda: None, lambda: buffer.backend.adam(*tables, *lists, False), lambda: state.params)
 

@@ -13,16 +13,24 @@ T* data(const Tensor& t) {
   return static_cast<T*>(t.data_ptr());
 }
 
+inline uint8_t* check_live(const Check& check, const OptionalTensor& live, int64_t count) {
+  if (!live) return nullptr;
+  check.one("live", *live, ScalarType::Byte, {count});
+  return data<uint8_t>(*live);
+}
+
 struct Call {
   Check check;
   Plan plan;
   float* flat;
   uint8_t* marks;     // on the host
+  uint8_t* live;      // on the device; null where every touched segment counts
   const Tile* tiles;  // on the device
 
-  Call(const char* op, const Tensor& flat_, const Tensor& marks_, const Tensor& segments, const Tensor& tiles_,
-       int32_t device_type)
+  Call(const char* op, const Tensor& flat_, const Tensor& marks_, const OptionalTensor& live_, const Tensor& segments,
+       const Tensor& tiles_, int32_t device_type)
       : check(op, "flat", flat_, device_type), plan(check, flat_, marks_, segments, tiles_) {
+    live = check_live(check, live_, plan.count);
     flat = data<float>(flat_);
     marks = data<uint8_t>(marks_);
     tiles = data<const Tile>(tiles_);
@@ -99,12 +107,13 @@ struct Call {
 };
 
 // The arguments of close_window, which has no flat buffer to compare them with.
-inline Check check_close(const Tensor& scalars, const Tensor& steps, const Tensor& marks, const Tensor& total,
-                         const Tensor& divisor, int32_t device_type) {
+inline Check check_close(const Tensor& scalars, const Tensor& steps, const Tensor& marks, const OptionalTensor& live,
+                         const Tensor& total, const Tensor& divisor, int32_t device_type) {
   const Check check("close_window", "scalars", scalars, device_type);
   check.one("scalars", scalars, ScalarType::Float, {3});
   check.one_on_cpu("marks", marks, ScalarType::Byte, {-1});
   check.one("steps", steps, ScalarType::Float, {marks.numel()});
+  check_live(check, live, marks.numel());
   check.one("total", total, ScalarType::Double, {1});
   check.one("divisor", divisor, ScalarType::Double, {1});
   return check;

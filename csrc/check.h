@@ -17,6 +17,7 @@ namespace fusedaccum {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Tensors = std::vector<Tensor>;
+using OptionalTensor = std::optional<Tensor>;
 using OptionalTensors = std::vector<std::optional<Tensor>>;
 
 constexpr const char* kPlanWayOut = "pass the tensors that the flat buffer was planned with";

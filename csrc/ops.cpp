@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <atomic>
 
 #include "call.h"
 #include "cpu/isa.h"
@@ -21,8 +22,11 @@ constexpr int64_t kStreamFrom = int64_t(8) << 20;
 struct CpuCall : Call {
   Work work;
 
-  CpuCall(const char* op, const Tensor& flat, const Tensor& marks, const Tensor& segments, const Tensor& tiles)
-      : Call(op, flat, marks, segments, tiles, aoti_torch_device_type_cpu()) {}
+  CpuCall(const char* op, const Tensor& flat, const Tensor& marks, const OptionalTensor& live, const Tensor& segments,
+          const Tensor& tiles)
+      : Call(op, flat, marks, live, segments, tiles, aoti_torch_device_type_cpu()) {}
+
+  bool counts(int64_t k) const { return touched(k) && (live == nullptr || live[k]); }
 
   void add(int64_t k) {
     plan.check_tiles(check, tiles, k);
@@ -33,11 +37,16 @@ struct CpuCall : Call {
     for (int64_t k = 0; k < plan.count; ++k)
       if (touched(k)) add(k);
   }
+
+  void add_counting() {
+    for (int64_t k = 0; k < plan.count; ++k)
+      if (counts(k)) add(k);
+  }
 };
 
-void fold(Tensor flat, Tensor partials, Tensor marks, Tensor segments, Tensor tiles, const OptionalTensors& grads,
-          Tensor scale, bool norm) {
-  CpuCall call("fold", flat, marks, segments, tiles);
+void fold(Tensor flat, Tensor partials, Tensor marks, const OptionalTensor& live, Tensor segments, Tensor tiles,
+          const OptionalTensors& grads, Tensor scale, bool norm) {
+  CpuCall call("fold", flat, marks, live, segments, tiles);
   call.check_fold(partials, tiles, scale);
   const std::vector<Elements> sources = call.gradients(grads);
   for (int64_t k = 0; k < call.plan.count; ++k)
@@ -54,10 +63,28 @@ void fold(Tensor flat, Tensor partials, Tensor marks, Tensor segments, Tensor ti
       },
       cpu.fence);
   call.mark_folded(grads, norm);
+  for (int64_t k = 0; call.live && factor != 0 && k < call.plan.count; ++k)
+    if (grads[k] && call.numel(k) > 0) call.live[k] = 1;
+}
+
+void found_inf(Tensor flat, Tensor marks, Tensor segments, Tensor tiles, const OptionalTensors& grads,
+               Tensor found_inf) {
+  CpuCall call("found_inf", flat, marks, std::nullopt, segments, tiles);
+  call.check.one("found_inf", found_inf, ScalarType::Float, {1});
+  const std::vector<Elements> sources = call.gradients(grads);
+  for (int64_t k = 0; k < call.plan.count; ++k)
+    if (grads[k]) call.add(k);
+
+  const Kernels& cpu = kernels();
+  std::atomic<bool> found = false;
+  call.work.parallel([&](int64_t k, int64_t tile, int64_t count) {
+    if (!found && !cpu.all_finite(sources[k], call.tiles + tile, count)) found = true;
+  });
+  *data<float>(found_inf) = found ? 1.0f : 0.0f;
 }
 
 void square_total(Tensor flat, Tensor partials, Tensor marks, Tensor segments, Tensor tiles, Tensor total) {
-  CpuCall call("square_total", flat, marks, segments, tiles);
+  CpuCall call("square_total", flat, marks, std::nullopt, segments, tiles);
   call.check_norm(partials, tiles, total);
   for (int64_t k = 0; k < call.plan.count; ++k)
     if (call.touched(k) && !(call.marks[k] & kFresh)) call.add(k);
@@ -76,21 +103,23 @@ void square_total(Tensor flat, Tensor partials, Tensor marks, Tensor segments, T
   *data<double>(total) = sum;
 }
 
-void close_window(Tensor scalars, Tensor steps, Tensor marks, Tensor total, Tensor divisor, double max_norm) {
-  check_close(scalars, steps, marks, total, divisor, aoti_torch_device_type_cpu());
+void close_window(Tensor scalars, Tensor steps, Tensor marks, const OptionalTensor& live, Tensor total, Tensor divisor,
+                  double max_norm, bool skip_nonfinite) {
+  check_close(scalars, steps, marks, live, total, divisor, aoti_torch_device_type_cpu());
 
-  const host::Closing closing = host::close_window(*data<double>(total), *data<double>(divisor), max_norm);
+  const host::Closing closing =
+      host::close_window(*data<double>(total), *data<double>(divisor), max_norm, skip_nonfinite);
   float* out = data<float>(scalars);
   out[0] = closing.multiplier;
   out[1] = closing.skip;
   out[2] = closing.norm;
   if (closing.skip != 0) return;
   for (int64_t k = 0; k < marks.numel(); ++k)
-    if (data<uint8_t>(marks)[k] & kTouched) data<float>(steps)[k] += 1;
+    if (data<uint8_t>(marks)[k] & kTouched && (!live || data<uint8_t>(*live)[k])) data<float>(steps)[k] += 1;
 }
 
 void rescale(Tensor flat, Tensor marks, Tensor segments, Tensor tiles, Tensor factor) {
-  CpuCall call("rescale", flat, marks, segments, tiles);
+  CpuCall call("rescale", flat, marks, std::nullopt, segments, tiles);
   call.check.one("factor", factor, ScalarType::Float, {1});
   call.add_touched();
 
@@ -101,11 +130,12 @@ void rescale(Tensor flat, Tensor marks, Tensor segments, Tensor tiles, Tensor fa
   call.mark_stale();
 }
 
-void emit(Tensor flat, Tensor marks, Tensor segments, Tensor tiles, Tensor scalars, const Tensors& grads) {
-  CpuCall call("emit", flat, marks, segments, tiles);
+void emit(Tensor flat, Tensor marks, const OptionalTensor& live, Tensor segments, Tensor tiles, Tensor scalars,
+          const Tensors& grads) {
+  CpuCall call("emit", flat, marks, live, segments, tiles);
   call.check.one("scalars", scalars, ScalarType::Float, {3});
   const std::vector<Elements> targets = call.list("grads", grads, true);
-  call.add_touched();
+  call.add_counting();
 
   const Kernels& cpu = kernels();
   const float multiplier = data<float>(scalars)[0], skip = data<float>(scalars)[1];
@@ -125,7 +155,7 @@ struct Update {
   std::vector<int32_t> which;  // factors of each segment
 
   template <class Make>
-  Update(const Call& call, const Tensor& scalars, const Tensor& steps, const Tensor& groups, const Tensor& hyper,
+  Update(const CpuCall& call, const Tensor& scalars, const Tensor& steps, const Tensor& groups, const Tensor& hyper,
          int64_t columns, const Make& make)
       : which(call.plan.count) {
     call.check_update(scalars, steps, groups, hyper, columns);
@@ -138,7 +168,7 @@ struct Update {
       if (own < 0 || own >= hyper.size(0))
         call.check.fail(call.check.at("groups", k), text("be a row of hyper, 0 to ", hyper.size(0) - 1), text(own),
                         kPlanWayOut);
-      if (!call.touched(k)) continue;
+      if (!call.counts(k)) continue;
       if (own != group || data<float>(steps)[k] != step) {
         group = own;
         step = data<float>(steps)[k];
@@ -156,13 +186,13 @@ void skip_update(const CpuCall& call, bool zero) {
   call.work.parallel([&](int64_t, int64_t tile, int64_t count) { cpu.zero(call.flat, call.tiles + tile, count); });
 }
 
-void adam(Tensor flat, Tensor marks, Tensor segments, Tensor tiles, Tensor scalars, Tensor steps, Tensor groups,
-          Tensor hyper, const Tensors& params, const Tensors& exp_avgs, const Tensors& exp_avg_sqs,
-          const Tensors& max_exp_avg_sqs, const Tensors& masters, bool zero) {
-  CpuCall call("adam", flat, marks, segments, tiles);
+void adam(Tensor flat, Tensor marks, const OptionalTensor& live, Tensor segments, Tensor tiles, Tensor scalars,
+          Tensor steps, Tensor groups, Tensor hyper, const Tensors& params, const Tensors& exp_avgs,
+          const Tensors& exp_avg_sqs, const Tensors& max_exp_avg_sqs, const Tensors& masters, bool zero) {
+  CpuCall call("adam", flat, marks, live, segments, tiles);
   const Update<AdamFactors> update(call, scalars, steps, groups, hyper, kAdamColumns, host::adam_factors);
   const auto [p, m, v, v_max, master] = call.adam_lists(params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters);
-  call.add_touched();
+  call.add_counting();
 
   if (update.skip) return skip_update(call, zero);
   const Kernels& cpu = kernels();
@@ -174,12 +204,13 @@ void adam(Tensor flat, Tensor marks, Tensor segments, Tensor tiles, Tensor scala
   });
 }
 
-void sgd(Tensor flat, Tensor marks, Tensor segments, Tensor tiles, Tensor scalars, Tensor steps, Tensor groups,
-         Tensor hyper, const Tensors& params, const Tensors& momentum_buffers, const Tensors& masters, bool zero) {
-  CpuCall call("sgd", flat, marks, segments, tiles);
+void sgd(Tensor flat, Tensor marks, const OptionalTensor& live, Tensor segments, Tensor tiles, Tensor scalars,
+         Tensor steps, Tensor groups, Tensor hyper, const Tensors& params, const Tensors& momentum_buffers,
+         const Tensors& masters, bool zero) {
+  CpuCall call("sgd", flat, marks, live, segments, tiles);
   const Update<SgdFactors> update(call, scalars, steps, groups, hyper, kSgdColumns, host::sgd_factors);
   const auto [p, b, master] = call.sgd_lists(params, momentum_buffers, masters);
-  call.add_touched();
+  call.add_counting();
 
   if (update.skip) return skip_update(call, zero);
   const Kernels& cpu = kernels();
@@ -201,6 +232,7 @@ STABLE_TORCH_LIBRARY(fusedaccum, m) {
 // one, is then refused by name.
 STABLE_TORCH_LIBRARY_IMPL(fusedaccum, CompositeExplicitAutograd, m) {
   m.impl("fold", TORCH_BOX(&fusedaccum::fold));
+  m.impl("found_inf", TORCH_BOX(&fusedaccum::found_inf));
   m.impl("square_total", TORCH_BOX(&fusedaccum::square_total));
   m.impl("close_window", TORCH_BOX(&fusedaccum::close_window));
   m.impl("rescale", TORCH_BOX(&fusedaccum::rescale));

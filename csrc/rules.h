@@ -69,9 +69,10 @@ struct Closing {
 };
 
 // A norm that is not a number passes through the clip factor: every comparison with it is false.
-FUSEDACCUM_HD Closing close_window(double total, double divisor, double max_norm) {
+FUSEDACCUM_HD Closing close_window(double total, double divisor, double max_norm, bool skip_nonfinite) {
   if (divisor == 0) return {0.0f, 1.0f, 0.0f};
   const double norm = ::sqrt(total) / divisor;
+  if (skip_nonfinite && !(total < HUGE_VAL)) return {0.0f, 1.0f, float(norm)};
   const double clip = max_norm == HUGE_VAL ? 1.0 : max_norm / (norm + 1e-6);
   return {float(1 / divisor * (clip >= 1.0 ? 1.0 : clip)), 0.0f, float(norm)};
 }

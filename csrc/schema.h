@@ -4,24 +4,29 @@
 namespace fusedaccum {
 
 constexpr const char* kSchemas[] = {
-    "fold(Tensor(a!) flat, Tensor(b!) partials, Tensor(c!) marks, Tensor segments, Tensor tiles, Tensor?[] grads, "
-    "Tensor scale, bool norm) -> ()",
+    "fold(Tensor(a!) flat, Tensor(b!) partials, Tensor(c!) marks, Tensor(d!)? live, Tensor segments, Tensor tiles, "
+    "Tensor?[] grads, Tensor scale, bool norm) -> ()",
+
+    "found_inf(Tensor flat, Tensor marks, Tensor segments, Tensor tiles, Tensor?[] grads, Tensor(a!) found_inf) -> ()",
 
     "square_total(Tensor flat, Tensor(a!) partials, Tensor(b!) marks, Tensor segments, Tensor tiles, "
     "Tensor(c!) total) -> ()",
 
-    "close_window(Tensor(a!) scalars, Tensor(b!) steps, Tensor marks, Tensor total, Tensor divisor, float max_norm) "
-    "-> ()",
+    "close_window(Tensor(a!) scalars, Tensor(b!) steps, Tensor marks, Tensor? live, Tensor total, Tensor divisor, "
+    "float max_norm, bool skip_nonfinite) -> ()",
 
     "rescale(Tensor(a!) flat, Tensor(b!) marks, Tensor segments, Tensor tiles, Tensor factor) -> ()",
 
-    "emit(Tensor flat, Tensor marks, Tensor segments, Tensor tiles, Tensor scalars, Tensor(a!)[] grads) -> ()",
+    "emit(Tensor flat, Tensor marks, Tensor? live, Tensor segments, Tensor tiles, Tensor scalars, Tensor(a!)[] grads) "
+    "-> ()",
 
-    "adam(Tensor(a!) flat, Tensor marks, Tensor segments, Tensor tiles, Tensor scalars, Tensor steps, Tensor groups, "
+    "adam(Tensor(a!) flat, Tensor marks, Tensor? live, Tensor segments, Tensor tiles, Tensor scalars, Tensor steps, "
+    "Tensor groups, "
     "Tensor hyper, Tensor(b!)[] params, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "
     "Tensor(e!)[] max_exp_avg_sqs, Tensor(f!)[] masters, bool zero) -> ()",
 
-    "sgd(Tensor(a!) flat, Tensor marks, Tensor segments, Tensor tiles, Tensor scalars, Tensor steps, Tensor groups, "
+    "sgd(Tensor(a!) flat, Tensor marks, Tensor? live, Tensor segments, Tensor tiles, Tensor scalars, Tensor steps, "
+    "Tensor groups, "
     "Tensor hyper, Tensor(b!)[] params, Tensor(c!)[] momentum_buffers, Tensor(d!)[] masters, bool zero) -> ()",
 };
 

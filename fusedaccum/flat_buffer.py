@@ -80,6 +80,8 @@ class FlatBuffer:
         self.flat = torch.zeros(size, dtype=torch.float32, device=device)
         self.partials = torch.zeros(len(self.tiles), dtype=torch.float64, device=device)
         self.marks = torch.zeros(len(params), dtype=torch.uint8, device="cpu")
+        # Which segments hold more than the zeros of skipped folds: None where every fold counts.
+        self.live: Tensor | None = None
         self.steps = torch.zeros(len(params), dtype=torch.float32, device=device)
         self.total = torch.zeros(TOTAL, dtype=torch.float64, device=device)
         self.divisor = torch.ones(1, dtype=torch.float64, device=device)
@@ -164,7 +166,15 @@ class FlatBuffer:
                 self._set_scale(scale)
             factor = self._scale
         self.backend.fold(
-            self.flat, self.partials, self.marks, self.segments, self.tiles, self.readable(grads), factor, norm
+            self.flat,
+            self.partials,
+            self.marks,
+            self.live,
+            self.segments,
+            self.tiles,
+            self.readable(grads),
+            factor,
+            norm,
         )
         self.touched = self.touched or any(g is not None for g in grads)
 
@@ -181,7 +191,9 @@ class FlatBuffer:
         self.backend.square_total(self.flat, self.partials, self.marks, self.segments, self.tiles, self.total)
         return self.total[:1]
 
-    def close_window(self, total: Tensor, divisor: float | Tensor, max_norm: float) -> None:
+    def close_window(
+        self, total: Tensor, divisor: float | Tensor, max_norm: float, skip_nonfinite: bool = False
+    ) -> None:
         """Fill `scalars` and count the update in `steps`. total: float64[1], over all devices, on this device."""
         if isinstance(divisor, Tensor):
             self.divisor.copy_(divisor.reshape(1))
@@ -189,7 +201,9 @@ class FlatBuffer:
         elif divisor != self._divisor_value:
             self.divisor.fill_(divisor)
             self._divisor_value = divisor
-        self.backend.close_window(self.scalars, self.steps, self.marks, total, self.divisor, max_norm)
+        self.backend.close_window(
+            self.scalars, self.steps, self.marks, self.live, total, self.divisor, max_norm, skip_nonfinite
+        )
 
     def rescale(self, factor: float | Tensor) -> None:
         """Multiply what this window holds by `factor`, a number or a tensor of one element on any device."""

@@ -14,6 +14,10 @@ contiguous and on `flat`'s device, but for `segments` and `marks`, which are fac
                               TILE but for a segment's last tile. A segment of 0 elements has no tile.
     marks      uint8[n]       on the CPU, per segment: TOUCHED (it holds the sum of this window) | FRESH (the partials
                               of its tiles are those of its present values).
+    live       uint8[n]       1 where a fold of this window had a gradient for the segment and a scale that was not 0,
+                              which only the device knows; or None, where every touched segment counts. Segments of 0
+                              elements are never live. A segment that is TOUCHED and not live holds zeros, and is left
+                              alone by `close_window`, `emit` and the update rules.
     partials   float64[T]     per tile: the sum of the squares of its elements, in float64. The square of a finite
                               float32 cannot overflow there, so a sum that is not finite says that an element is not.
     scalars    float32[3]     what the step reads: (multiplier, skip, norm), see `close_window`.
@@ -56,6 +60,7 @@ class Backend(Protocol):
         flat: Tensor,
         partials: Tensor,
         marks: Tensor,
+        live: Tensor | None,
         segments: Tensor,
         tiles: Tensor,
         grads: Sequence[Tensor | None],
@@ -70,10 +75,27 @@ class Backend(Protocol):
             hold (a first touch stores +0.0).
         norm: leave `partials` of the folded tiles behind and set FRESH; without it FRESH is cleared.
 
-        Mutates flat, partials, marks (TOUCHED is set for every segment with a gradient, those of 0 elements too).
+        Mutates flat, partials, marks (TOUCHED is set for every segment with a gradient, those of 0 elements too), live
+        (1 for every segment with a gradient, where scale is not 0).
 
         Raises RuntimeError naming the index, the rule and the value seen: a gradient of another numel, dtype or device,
         or not contiguous. Nothing is written then.
+        """
+        ...
+
+    def found_inf(
+        self,
+        flat: Tensor,
+        marks: Tensor,
+        segments: Tensor,
+        tiles: Tensor,
+        grads: Sequence[Tensor | None],
+        found_inf: Tensor,
+    ) -> None:
+        """found_inf[0] = 1.0 where an element of any gradient is infinite or not a number, else 0.0.
+
+        grads: as in `fold`; they are read, and the buffer is not. found_inf: float32[1]. Mutates found_inf. Raises as
+        `fold` does.
         """
         ...
 
@@ -90,14 +112,22 @@ class Backend(Protocol):
         ...
 
     def close_window(
-        self, scalars: Tensor, steps: Tensor, marks: Tensor, total: Tensor, divisor: Tensor, max_norm: float
+        self,
+        scalars: Tensor,
+        steps: Tensor,
+        marks: Tensor,
+        live: Tensor | None,
+        total: Tensor,
+        divisor: Tensor,
+        max_norm: float,
+        skip_nonfinite: bool,
     ) -> None:
         """Turn the window's sum of squares into what the step reads, and count the update.
 
-            skip       = 1 if divisor == 0 else 0
-            norm       = sqrt(total) / divisor                              (0 if skip)
+            skip       = 1 if divisor == 0, or skip_nonfinite and total is not finite, else 0
+            norm       = sqrt(total) / divisor                              (0 if divisor == 0)
             multiplier = 1 / divisor * min(1, max_norm / (norm + 1e-6))     (0 if skip)
-            steps[k]  += 1 for every touched segment, unless skip
+            steps[k]  += 1 for every touched segment (that is live), unless skip
 
         The clip factor is that of `torch.nn.utils.clip_grad_norm_`; a norm that is not a number makes the multiplier
         not a number, as there. Computed in float64, rounded once.
@@ -115,6 +145,7 @@ class Backend(Protocol):
         self,
         flat: Tensor,
         marks: Tensor,
+        live: Tensor | None,
         segments: Tensor,
         tiles: Tensor,
         scalars: Tensor,
@@ -130,6 +161,7 @@ class Backend(Protocol):
         self,
         flat: Tensor,
         marks: Tensor,
+        live: Tensor | None,
         segments: Tensor,
         tiles: Tensor,
         scalars: Tensor,
@@ -170,6 +202,7 @@ class Backend(Protocol):
         self,
         flat: Tensor,
         marks: Tensor,
+        live: Tensor | None,
         segments: Tensor,
         tiles: Tensor,
         scalars: Tensor,

@@ -189,6 +189,7 @@ class _FusedSide:
         getattr(buffer.backend, rule.name)(
             buffer.flat,
             buffer.marks,
+            buffer.live,
             buffer.segments,
             buffer.tiles,
             buffer.scalars,
@@ -245,7 +246,9 @@ class WrappedUpdate:
             dtype = buffer.params[k].dtype
             real = torch.float32 if dtype.is_complex else dtype
             grads[k] = torch.empty(buffer.numels[k], dtype=real, device=buffer.device)
-        buffer.backend.emit(buffer.flat, buffer.marks, buffer.segments, buffer.tiles, buffer.scalars, grads)
+        buffer.backend.emit(
+            buffer.flat, buffer.marks, buffer.live, buffer.segments, buffer.tiles, buffer.scalars, grads
+        )
         held = []
         for k in segments:
             param, grad = buffer.params[k], grads[k]

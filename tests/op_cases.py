@@ -74,6 +74,7 @@ class Buffer:
         self.segments = torch.tensor(pairs, dtype=torch.int64, device="cpu").view(-1, 2)
         self.tiles = torch.tensor(rows, dtype=torch.int64).view(-1, 4)
         self.marks = torch.zeros(len(sizes), dtype=torch.uint8, device="cpu")
+        self.live: Tensor | None = None
         self.partials = torch.full((len(rows),), torch.nan, dtype=torch.float64)
 
     def segment(self, k: int) -> Tensor:
@@ -92,6 +93,12 @@ class Buffer:
 
     def plan(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.flat, self.marks, self.segments, self.tiles
+
+    def step_plan(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+        return self.flat, self.marks, self.live, self.segments, self.tiles
+
+    def fold_plan(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+        return self.flat, self.partials, self.marks, self.live, self.segments, self.tiles
 
     def norm_plan(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         return self.flat, self.partials, self.marks, self.segments, self.tiles

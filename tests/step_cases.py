@@ -165,7 +165,7 @@ class Update:
 
     def run(self, backend: ModuleType, zero: bool = False) -> None:
         rest = (self.scalars, self.steps, self.rows, self.hyper, *self.lists(), zero)
-        getattr(backend, self.rule)(*self.buffer.plan(), *rest)
+        getattr(backend, self.rule)(*self.buffer.step_plan(), *rest)
 
     def source(self, k: int) -> Tensor:
         """What the rule reads p from."""

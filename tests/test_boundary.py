@@ -24,10 +24,13 @@ from op_cases import (
 from fusedaccum.ops import FRESH, TOUCHED
 
 
-def close(backend, total: float, divisor: float, max_norm: float) -> tuple[float, float, float]:
+def close(
+    backend, total: float, divisor: float, max_norm: float, skip_nonfinite: bool = False
+) -> tuple[float, float, float]:
     scalars = torch.full((3,), -1.0)
     arguments = (torch.zeros(0), torch.zeros(0, dtype=torch.uint8))
-    backend.close_window(scalars, *arguments, scalar(total, torch.float64), scalar(divisor, torch.float64), max_norm)
+    values = scalar(total, torch.float64), scalar(divisor, torch.float64)
+    backend.close_window(scalars, *arguments, None, *values, max_norm, skip_nonfinite)
     return tuple(scalars.tolist())
 
 
@@ -83,10 +86,10 @@ def test_touched_segments_count_the_update(backend, n):
     steps = torch.arange(n, dtype=torch.float32)
     scalars = torch.zeros(3)
     total, zero = scalar(1.0, torch.float64), scalar(0.0, torch.float64)
-    backend.close_window(scalars, steps, marks, total, total, math.inf)
+    backend.close_window(scalars, steps, marks, None, total, total, math.inf, False)
     want = torch.arange(n) + torch.tensor([0, 1, 0, 1, 0]).repeat(n // 5)
     assert torch.equal(steps, want.float())
-    backend.close_window(scalars, steps, marks, total, zero, math.inf)
+    backend.close_window(scalars, steps, marks, None, total, zero, math.inf, False)
     assert torch.equal(steps, want.float()), "a skipped window is no update"
 
 
@@ -120,9 +123,9 @@ def test_emit_rounds_once(backend, dtype):
         block[: len(special)] = special[: block.numel()]
     buffer.fill(values)
     grads = [guarded(n, dtype, k % 17) for k, n in enumerate(sizes)]
-    backend.emit(*buffer.plan(), torch.tensor([1.0, 0.0, 0.0]), grads)
+    backend.emit(*buffer.step_plan(), torch.tensor([1.0, 0.0, 0.0]), grads)
     assert all(same_values(grad, block.to(dtype)) for grad, block in zip(grads, values, strict=True))
-    backend.emit(*buffer.plan(), torch.tensor([0.3, 0.0, 0.0]), grads)
+    backend.emit(*buffer.step_plan(), torch.tensor([0.3, 0.0, 0.0]), grads)
     assert all(same_values(grad, (0.3 * block).to(dtype)) for grad, block in zip(grads, values, strict=True))
     assert all(guards_intact(grad) for grad in grads)
     assert buffer.padding_intact()
@@ -133,12 +136,12 @@ def test_emit_mixes_dtypes_and_leaves_the_rest(backend):
     buffer = Buffer(sizes)
     buffer.fill([torch.ones(17), torch.ones(4097), None, torch.ones(0), torch.ones(16)])
     grads = [torch.zeros(n, dtype=DTYPES[k % 3]) for k, n in enumerate(sizes)]
-    backend.emit(*buffer.plan(), torch.tensor([0.25, 1.0, 0.0]), grads)
+    backend.emit(*buffer.step_plan(), torch.tensor([0.25, 1.0, 0.0]), grads)
     assert not any(grad.any() for grad in grads), "skip is set"
-    backend.emit(*buffer.plan(), torch.tensor([0.25, 0.0, 0.0]), grads)
+    backend.emit(*buffer.step_plan(), torch.tensor([0.25, 0.0, 0.0]), grads)
     assert [grad.unique().tolist() for grad in grads] == [[0.25], [0.25], [0.0], [], [0.25]]
     grads[2] = torch.zeros(0)
-    backend.emit(*buffer.plan(), torch.tensor([0.5, 0.0, 0.0]), grads)
+    backend.emit(*buffer.step_plan(), torch.tensor([0.5, 0.0, 0.0]), grads)
     assert [grad.unique().tolist() for grad in grads] == [[0.5], [0.5], [], [], [0.5]]
 
 
@@ -149,8 +152,8 @@ def test_written_tensors_tell_autograd(backend):
     one = scalar(1.0, torch.float64)
     written = (scalars, steps, grad, buffer.flat, buffer.marks)
     before = [tensor._version for tensor in written]
-    backend.close_window(scalars, steps, buffer.marks, one, one, 1.0)
-    backend.emit(*buffer.plan(), scalars, [grad])
+    backend.close_window(scalars, steps, buffer.marks, None, one, one, 1.0, False)
+    backend.emit(*buffer.step_plan(), scalars, [grad])
     backend.rescale(*buffer.plan(), scalar(2.0))
     assert all(tensor._version > version for tensor, version in zip(written, before, strict=True))
 
@@ -159,5 +162,5 @@ def test_gradients_keep_their_bits_where_nothing_is_touched(backend):
     buffer = Buffer([17])
     grad = random_bits(17)
     before = grad.clone()
-    backend.emit(*buffer.plan(), torch.tensor([1.0, 0.0, 0.0]), [grad])
+    backend.emit(*buffer.step_plan(), torch.tensor([1.0, 0.0, 0.0]), [grad])
     assert same_bits(grad, before)

@@ -20,7 +20,7 @@ from fusedaccum.backends import compiled
 from fusedaccum.ops import ALIGN, TILE, TOTAL, TOUCHED
 
 ROOT = Path(__file__).parent.parent
-OPERATORS = ("fold", "square_total", "close_window", "rescale", "emit", "adam", "sgd")
+OPERATORS = ("fold", "found_inf", "square_total", "close_window", "rescale", "emit", "adam", "sgd")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (0, 1, 15, 16, 17, 4095, 4096, 4097, 9000)
 
@@ -53,7 +53,7 @@ def arguments(op: str, sizes: tuple[int, ...] = SIZES, seed: int = 0) -> tuple:
     partials = torch.zeros(tiles.shape[0], dtype=torch.float64)
     marks = torch.full((len(sizes),), TOUCHED, dtype=torch.uint8)
     marks[1::3] = 0
-    plan = (flat, marks, segments, tiles)
+    plan, step_plan = (flat, marks, segments, tiles), (flat, marks, None, segments, tiles)
     scalars, steps = torch.tensor([0.3, 0.0, 1.0]), torch.arange(len(sizes)) + 1.0
     groups = torch.arange(len(sizes)) % 2
     total, divisor = torch.tensor([3.0], dtype=torch.float64), torch.tensor([1.7], dtype=torch.float64)
@@ -61,15 +61,28 @@ def arguments(op: str, sizes: tuple[int, ...] = SIZES, seed: int = 0) -> tuple:
     nesterov, plain = (1e-2, 0.9, 0, 0.1, 1, 0), (1e-2, 0.8, 0.1, 0, 0, 1)
     masters = [t if k % 2 else t[:0] for k, t in enumerate(listed(0, dtypes=(torch.float32,)))]
 
+    grads = [*listed(0)[:-1], None]
+
     def update(*rows: tuple) -> tuple:
-        return (*plan, scalars, steps, groups, torch.tensor(rows, dtype=torch.float64), listed(0))
+        return (*step_plan, scalars, steps, groups, torch.tensor(rows, dtype=torch.float64), listed(0))
 
     return {
-        "fold": lambda: (flat, partials, marks, segments, tiles, [*listed(0)[:-1], None], torch.tensor([0.3]), True),
+        "fold": lambda: (
+            flat,
+            partials,
+            marks,
+            torch.zeros_like(marks),
+            segments,
+            tiles,
+            grads,
+            torch.tensor([0.3]),
+            True,
+        ),
+        "found_inf": lambda: (*plan, grads, torch.zeros(1)),
         "square_total": lambda: (flat, partials, marks, segments, tiles, torch.zeros(TOTAL, dtype=torch.float64)),
-        "close_window": lambda: (scalars, steps, marks, total, divisor, 0.5),
+        "close_window": lambda: (scalars, steps, marks, None, total, divisor, 0.5, True),
         "rescale": lambda: (*plan, torch.tensor([0.3])),
-        "emit": lambda: (*plan, scalars, listed(1)),
+        "emit": lambda: (*step_plan, scalars, listed(1)),
         "adam": lambda: (*update(adamw, adam), listed(1), squares(2), squares(0), masters, True),
         "sgd": lambda: (*update(nesterov, plain), listed(1), masters, False),
     }[op]()
@@ -162,7 +175,7 @@ def test_version_counters(op: str) -> None:
 
 def test_autograd_finds_out_about_a_changed_parameter() -> None:
     args = list(arguments("sgd", sizes=(5,)))
-    parameter = args[8][0] = torch.ones(5, requires_grad=True)
+    parameter = args[9][0] = torch.ones(5, requires_grad=True)
     loss = parameter.square().sum()
     compiled.sgd(*args)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -171,7 +184,7 @@ def test_autograd_finds_out_about_a_changed_parameter() -> None:
 
 def test_meta_tensor_beside_data_is_refused() -> None:
     args = list(arguments("fold", sizes=(5, 6)))
-    args[5] = [torch.ones(5), torch.ones(6, device="meta")]
+    args[6] = [torch.ones(5), torch.ones(6, device="meta")]
     with pytest.raises(RuntimeError, match=r"fold: grads\[1\] must be on cpu, got meta"):
         compiled.fold(*args)
 

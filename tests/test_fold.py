@@ -40,8 +40,8 @@ def fold_both(backend: ModuleType, sizes: list[int], windows: list[tuple[list[Te
     """The same folds by the backend and by the specification: equal in every bit that may be written."""
     ours, theirs = Buffer(sizes), Buffer(sizes)
     for grads, scale, norm in windows:
-        backend.fold(*ours.norm_plan(), grads, scale, norm)
-        reference.fold(*theirs.norm_plan(), grads, scale, norm)
+        backend.fold(*ours.fold_plan(), grads, scale, norm)
+        reference.fold(*theirs.fold_plan(), grads, scale, norm)
     assert same_values(ours.flat, theirs.flat)
     assert same_bits(ours.marks, theirs.marks)
     assert ours.padding_intact()
@@ -90,7 +90,7 @@ def test_a_product_is_added_with_one_rounding(backend):
     start = torch.tensor([above, -above, 0.0])
     buffer = Buffer([3])
     buffer.fill([start])
-    backend.fold(*buffer.norm_plan(), [torch.full((3,), 1 + 2.0**-12)], scalar(1 + 2.0**-12), False)
+    backend.fold(*buffer.fold_plan(), [torch.full((3,), 1 + 2.0**-12)], scalar(1 + 2.0**-12), False)
     low = 1 + 2.0**-11
     assert buffer.segment(0).tolist() == [low + 2.0**-23, low, low]
 
@@ -104,7 +104,7 @@ def test_sums_keep_what_the_gradients_dtype_would_lose(backend, dtype, first, on
     values = [first] + [1.0 if want else first] * ones
     buffer = Buffer([16])
     for value in values:
-        backend.fold(*buffer.norm_plan(), [torch.full((16,), value, dtype=dtype)], scalar(0.125), False)
+        backend.fold(*buffer.fold_plan(), [torch.full((16,), value, dtype=dtype)], scalar(0.125), False)
     assert buffer.segment(0).tolist() == [want or 2.0**-24] * 16
 
 
@@ -112,11 +112,11 @@ def test_first_touch_overwrites_whatever_was_there(backend):
     buffer = Buffer([4097, 5])
     assert buffer.segment(0).isnan().all()
     grads = [torch.ones(4097, dtype=torch.bfloat16), torch.full((5,), 2.0)]
-    backend.fold(*buffer.norm_plan(), grads, scalar(0.5), False)
+    backend.fold(*buffer.fold_plan(), grads, scalar(0.5), False)
     assert (buffer.segment(0) == 0.5).all()
     assert (buffer.segment(1) == 1.0).all()
     buffer.marks.zero_()
-    backend.fold(*buffer.norm_plan(), [None, grads[1]], scalar(0.5), False)
+    backend.fold(*buffer.fold_plan(), [None, grads[1]], scalar(0.5), False)
     assert (buffer.segment(1) == 1.0).all(), "a new window does not add to the one before"
 
 
@@ -147,7 +147,7 @@ def test_scale_zero_contributes_exactly_nothing(backend, dtype, zero):
     buffer = Buffer([5, 5])
     before = torch.tensor([1.0, -2.5, torch.inf, 2.0**-149, -3.0])
     buffer.fill([None, before])
-    backend.fold(*buffer.norm_plan(), [poison, poison], scalar(zero), True)
+    backend.fold(*buffer.fold_plan(), [poison, poison], scalar(zero), True)
     assert (bits(buffer.segment(0)) == 0).all(), "a first touch stores +0.0"
     assert same_bits(buffer.segment(1), before)
     assert buffer.marks.tolist() == [TOUCHED_AND_FRESH] * 2
@@ -159,12 +159,12 @@ def test_a_segment_without_gradient_is_left_alone(backend):
     buffer.fill([None, torch.ones(4097), None, None, None], TOUCHED_AND_FRESH)
     buffer.partials.fill_(-1.0)
     flat, marks = buffer.flat.clone(), buffer.marks.clone()
-    backend.fold(*buffer.norm_plan(), [None] * 5, scalar(1.0), True)
+    backend.fold(*buffer.fold_plan(), [None] * 5, scalar(1.0), True)
     assert same_bits(buffer.flat, flat)
     assert same_bits(buffer.marks, marks)
     assert (buffer.partials == -1.0).all()
     grads = [torch.ones(17), None, None, None, torch.ones(0)]
-    backend.fold(*buffer.norm_plan(), grads, scalar(1.0), True)
+    backend.fold(*buffer.fold_plan(), grads, scalar(1.0), True)
     assert buffer.marks.tolist() == [TOUCHED_AND_FRESH, TOUCHED_AND_FRESH, 0, 0, TOUCHED_AND_FRESH]
     assert same_bits(buffer.segment(1), flat[64 : 64 + 4097])
     assert buffer.segment(2).isnan().all()
@@ -174,18 +174,18 @@ def test_a_segment_without_gradient_is_left_alone(backend):
 def test_marks_say_whether_the_partials_hold(backend):
     buffer = Buffer([17, 17])
     grads = [torch.ones(17), torch.ones(17)]
-    backend.fold(*buffer.norm_plan(), grads, scalar(1.0), True)
+    backend.fold(*buffer.fold_plan(), grads, scalar(1.0), True)
     assert buffer.marks.tolist() == [TOUCHED_AND_FRESH] * 2
-    backend.fold(*buffer.norm_plan(), [None, grads[1]], scalar(1.0), False)
+    backend.fold(*buffer.fold_plan(), [None, grads[1]], scalar(1.0), False)
     assert buffer.marks.tolist() == [TOUCHED_AND_FRESH, TOUCHED]
-    backend.fold(*buffer.norm_plan(), grads, scalar(1.0), True)
+    backend.fold(*buffer.fold_plan(), grads, scalar(1.0), True)
     assert buffer.marks.tolist() == [TOUCHED_AND_FRESH] * 2
     assert buffer.partials.tolist() == [17 * 4.0, 17 * 9.0]
 
 
 def test_no_segments_at_all(backend):
     buffer = Buffer([])
-    backend.fold(*buffer.norm_plan(), [], scalar(1.0), True)
+    backend.fold(*buffer.fold_plan(), [], scalar(1.0), True)
     assert buffer.flat.numel() == 0
 
 
@@ -201,7 +201,7 @@ def test_written_tensors_tell_autograd(backend):
     buffer = Buffer([17])
     written = (buffer.flat, buffer.partials, buffer.marks)
     before = [tensor._version for tensor in written]
-    backend.fold(*buffer.norm_plan(), [torch.ones(17)], scalar(1.0), True)
+    backend.fold(*buffer.fold_plan(), [torch.ones(17)], scalar(1.0), True)
     assert all(tensor._version > version for tensor, version in zip(written, before, strict=True))
 
 

@@ -34,8 +34,8 @@ def totals_agree(got: float, want: float, additions: int) -> bool:
 def test_the_last_fold_leaves_the_norm_behind(backend, dtype):
     buffer = Buffer(SIZES)
     grads = [torch.randn(n).to(dtype) for n in SIZES]
-    backend.fold(*buffer.norm_plan(), grads, scalar(0.3), False)
-    backend.fold(*buffer.norm_plan(), grads, scalar(0.3), True)
+    backend.fold(*buffer.fold_plan(), grads, scalar(0.3), False)
+    backend.fold(*buffer.fold_plan(), grads, scalar(0.3), True)
     want = buffer.square_sums()
     assert partials_agree(buffer.partials, want)
     before = buffer.partials.clone()
@@ -60,8 +60,8 @@ def test_stale_tiles_are_read_again_and_fresh_ones_are_not(backend):
 
 def test_a_segment_whose_last_gradient_came_earlier_counts(backend):
     buffer = Buffer([17, 4097])
-    backend.fold(*buffer.norm_plan(), [torch.ones(17), torch.ones(4097)], scalar(1.0), False)
-    backend.fold(*buffer.norm_plan(), [torch.ones(17), None], scalar(1.0), True)
+    backend.fold(*buffer.fold_plan(), [torch.ones(17), torch.ones(4097)], scalar(1.0), False)
+    backend.fold(*buffer.fold_plan(), [torch.ones(17), None], scalar(1.0), True)
     assert total_of(backend, buffer) == 17 * 4.0 + 4097
 
 
@@ -89,7 +89,7 @@ def test_squares_that_overflow_float32_give_a_finite_total(backend, fresh):
     largest = torch.finfo(torch.float32).max
     grads = [torch.full((4097,), 1e30)]
     grads[0][::2] = largest
-    backend.fold(*buffer.norm_plan(), grads, scalar(1.0), fresh)
+    backend.fold(*buffer.fold_plan(), grads, scalar(1.0), fresh)
     want = grads[0].double().square().sum().item()
     assert totals_agree(total_of(backend, buffer), want, 4097)
 
@@ -97,7 +97,7 @@ def test_squares_that_overflow_float32_give_a_finite_total(backend, fresh):
 @pytest.mark.parametrize("fresh", [True, False])
 def test_squares_that_underflow_float32_are_not_lost(backend, fresh):
     buffer = Buffer([17])
-    backend.fold(*buffer.norm_plan(), [torch.full((17,), 2.0**-149)], scalar(1.0), fresh)
+    backend.fold(*buffer.fold_plan(), [torch.full((17,), 2.0**-149)], scalar(1.0), fresh)
     assert total_of(backend, buffer) == 17 * 2.0**-298
 
 
@@ -108,7 +108,7 @@ def test_one_element_that_is_not_finite_shows(backend, fresh, value, where):
     buffer = Buffer([17, 4097])
     grads = [torch.ones(17), torch.ones(4097)]
     grads[1][where] = value
-    backend.fold(*buffer.norm_plan(), grads, scalar(1.0), fresh)
+    backend.fold(*buffer.fold_plan(), grads, scalar(1.0), fresh)
     total = total_of(backend, buffer)
     assert total != total if value != value else total == torch.inf
     assert buffer.partials.isfinite().tolist() == [True, where == 4096, where != 4096]
@@ -120,7 +120,7 @@ def test_two_runs_give_the_same_bits(backend):
     runs = []
     for _ in range(2):
         buffer = Buffer(sizes)
-        backend.fold(*buffer.norm_plan(), grads, scalar(1 / 3), True)
+        backend.fold(*buffer.fold_plan(), grads, scalar(1 / 3), True)
         partials = buffer.partials.clone()
         fresh = total_of(backend, buffer)
         buffer.marks.fill_(TOUCHED)

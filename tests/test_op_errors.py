@@ -14,9 +14,10 @@ from torch import Tensor
 from fusedaccum.ops import Backend
 
 SIZES = [17, 4097, 5]
-OPERATORS = ("fold", "square_total", "close_window", "rescale", "emit", "adam", "sgd")
+OPERATORS = ("fold", "found_inf", "square_total", "close_window", "rescale", "emit", "adam", "sgd")
 LISTS = {
     "fold": ("grads",),
+    "found_inf": ("grads",),
     "emit": ("grads",),
     "adam": ("params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "masters"),
     "sgd": ("params", "momentum_buffers", "masters"),
@@ -32,6 +33,9 @@ def arguments(op: str) -> dict[str, object]:
         "flat": buffer.flat,
         "partials": buffer.partials,
         "marks": buffer.marks,
+        "live": torch.ones(n, dtype=torch.uint8),
+        "found_inf": torch.zeros(1),
+        "skip_nonfinite": True,
         "segments": buffer.segments,
         "tiles": buffer.tiles,
         "scale": scalar(0.5),
@@ -123,7 +127,21 @@ def test_masters_are_float32(backend, op, name, dtype):
     check_refusal(backend, op, given, f"{name}[1]", str(dtype), "torch.float32")
 
 
-FIXED = ("flat", "partials", "marks", "segments", "tiles", "scale", "factor", "total", "divisor", "scalars", "steps")
+FIXED = (
+    "flat",
+    "partials",
+    "marks",
+    "live",
+    "found_inf",
+    "segments",
+    "tiles",
+    "scale",
+    "factor",
+    "total",
+    "divisor",
+    "scalars",
+    "steps",
+)
 
 
 @pytest.mark.parametrize(

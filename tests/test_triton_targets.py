@@ -113,11 +113,11 @@ def calls_of_every_operator(buffer: Buffer) -> dict:
     update = (*buffer.plan(), scalars, steps, groups)
     hyper = torch.tensor([[0.1, 0.9, 0.9, 1e-8, 0.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
     return {
-        "fold": lambda: backend.fold(*buffer.norm_plan(), [ones], one, False),
+        "fold": lambda: backend.fold(*buffer.fold_plan(), [ones], one, False),
         "square_total": lambda: backend.square_total(*buffer.norm_plan(), total_tensor()),
-        "close_window": lambda: backend.close_window(scalars, steps, buffer.marks, divisor, divisor, 1.0),
+        "close_window": lambda: backend.close_window(scalars, steps, buffer.marks, None, divisor, divisor, 1.0, False),
         "rescale": lambda: backend.rescale(*buffer.plan(), one),
-        "emit": lambda: backend.emit(*buffer.plan(), scalars, [ones]),
+        "emit": lambda: backend.emit(*buffer.step_plan(), scalars, [ones]),
         "adam": lambda: backend.adam(*update, hyper, [ones], [ones.clone()], [ones.clone()], [], [], False),
         "sgd": lambda: backend.sgd(*update, hyper[:, :6].contiguous(), [ones], [], [], True),
     }

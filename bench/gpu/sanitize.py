@@ -59,7 +59,7 @@ def run(device: torch.device, backend: str) -> list[Tensor]:
     for rule in ("emit", "adam", "sgd"):
         buffer = FlatBuffer(draw(0, device), device, select(device, backend))
         fill(buffer)
-        tables = (buffer.flat, buffer.marks, buffer.segments, buffer.tiles, buffer.scalars)
+        tables = (buffer.flat, buffer.marks, buffer.live, buffer.segments, buffer.tiles, buffer.scalars)
         if rule == "emit":
             lists = [draw(4, device)]
             buffer.backend.emit(*tables, *lists)

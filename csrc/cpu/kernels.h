@@ -37,6 +37,7 @@ struct SgdRun {
 struct Kernels {
   const char* isa;
   void (*fold)(const FoldRun& run, const Tile* tile, int64_t count);
+  bool (*all_finite)(Elements grad, const Tile* tile, int64_t count);
   void (*square)(const float* flat, double* partial, const Tile* tile, int64_t count);
   void (*rescale)(float* flat, float factor, const Tile* tile, int64_t count);
   void (*emit)(const float* flat, Elements grad, float multiplier, const Tile* tile, int64_t count);

@@ -10,6 +10,8 @@
 
 namespace fusedaccum::FUSEDACCUM_ISA {
 
-inline constexpr Kernels table(const char* isa) { return {isa, fold, square, rescale, emit, adam, sgd, zero, fence}; }
+inline constexpr Kernels table(const char* isa) {
+  return {isa, fold, all_finite, square, rescale, emit, adam, sgd, zero, fence};
+}
 
 }  // namespace fusedaccum::FUSEDACCUM_ISA

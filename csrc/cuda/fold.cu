@@ -11,6 +11,7 @@ struct FoldCall {
   float* flat;
   const Tile* tiles;
   double* partials;
+  uint8_t* live;
   const float* scale;
   int64_t first_segment;
 };
@@ -71,6 +72,7 @@ __global__ void __launch_bounds__(kThreads)
   const Tile tile = call.tiles[blockIdx.x];
   const Entry grad = grads.at[tile.segment - call.first_segment];
   if (grad.absent()) return;
+  if (call.live && tile.start == 0 && threadIdx.x == 0 && *call.scale != 0) call.live[tile.segment] = 1;
   double squares;
   switch (grad.dtype()) {
     case DType::kFloat32:
@@ -100,8 +102,8 @@ void launch(const Device& device, const FoldCall& call, const Part& part, const 
 void fold(const Device& device, const Buffer& buffer, const Elements* grads, const float* scale, double* partials) {
   const auto wanted = [&](int64_t k) { return grads[k].data != nullptr; };
   for_each_part(buffer, table_size<Entry>(device), wanted, [&](const Part& part) {
-    const FoldCall call{buffer.flat, buffer.tiles + part.first_tile, partials ? partials + part.first_tile : nullptr,
-                        scale, part.begin};
+    double* partial = partials ? partials + part.first_tile : nullptr;
+    const FoldCall call{buffer.flat, buffer.tiles + part.first_tile, partial, buffer.live, scale, part.begin};
     const auto fill = [&](int64_t k, Entry* entry) { *entry = Entry::of(grads[k], !touched(buffer, k)); };
     with_table<Entry>(part, 1, fill, [&](const auto& table) { launch(device, call, part, table); });
   });

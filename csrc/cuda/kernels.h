@@ -23,6 +23,7 @@ struct Buffer {
   const Tile* tiles;
   const int64_t* first_tile;  // host, count + 1: of each segment, and the number of tiles
   const uint8_t* marks;       // host, count
+  uint8_t* live;              // null where every touched segment counts
   int64_t count;              // of segments
 };
 
@@ -48,12 +49,14 @@ bool runs_on(int device);
 // and are the caller's to change.
 void fold(const Device& device, const Buffer& buffer, const Elements* grads, const float* scale, double* partials);
 
+void found_inf(const Device& device, const Buffer& buffer, const Elements* grads, float* found_inf);
+
 // total: kTotal elements.
 void square_total(const Device& device, const Buffer& buffer, double* partials, double* total);
 
-// marks: host, count.
-void close_window(const Device& device, const uint8_t* marks, int64_t count, float* scalars, float* steps,
-                  const double* total, const double* divisor, double max_norm);
+// marks: host, count. live: null where every touched segment counts.
+void close_window(const Device& device, const uint8_t* marks, const uint8_t* live, int64_t count, float* scalars,
+                  float* steps, const double* total, const double* divisor, double max_norm, bool skip_nonfinite);
 
 void rescale(const Device& device, const Buffer& buffer, const float* factor);
 

@@ -39,18 +39,19 @@ class OnDeviceOf {
 struct CudaCall : Call {
   cuda::Buffer buffer;
 
-  CudaCall(const char* op, const Tensor& flat_, const Tensor& marks_, const Tensor& segments, const Tensor& tiles_)
-      : Call(op, flat_, marks_, segments, tiles_, aoti_torch_device_type_cuda()) {
+  CudaCall(const char* op, const Tensor& flat_, const Tensor& marks_, const OptionalTensor& live_,
+           const Tensor& segments, const Tensor& tiles_)
+      : Call(op, flat_, marks_, live_, segments, tiles_, aoti_torch_device_type_cuda()) {
     if (reinterpret_cast<uintptr_t>(flat) % 16 != 0)
       check.fail("flat", "start at a multiple of 16 bytes", "a tensor that does not", "allocate it by itself");
     plan.first_tile.push_back(tiles_.size(0));
-    buffer = {flat, tiles, plan.first_tile.data(), marks, plan.count};
+    buffer = {flat, tiles, plan.first_tile.data(), marks, live, plan.count};
   }
 };
 
-void fold(Tensor flat, Tensor partials, Tensor marks, Tensor segments, Tensor tiles, const OptionalTensors& grads,
-          Tensor scale, bool norm) {
-  const CudaCall call("fold", flat, marks, segments, tiles);
+void fold(Tensor flat, Tensor partials, Tensor marks, const OptionalTensor& live, Tensor segments, Tensor tiles,
+          const OptionalTensors& grads, Tensor scale, bool norm) {
+  const CudaCall call("fold", flat, marks, live, segments, tiles);
   call.check_fold(partials, tiles, scale);
   const std::vector<Elements> sources = call.gradients(grads);
 
@@ -60,8 +61,18 @@ void fold(Tensor flat, Tensor partials, Tensor marks, Tensor segments, Tensor ti
   call.mark_folded(grads, norm);
 }
 
+void found_inf(Tensor flat, Tensor marks, Tensor segments, Tensor tiles, const OptionalTensors& grads,
+               Tensor found_inf) {
+  const CudaCall call("found_inf", flat, marks, std::nullopt, segments, tiles);
+  call.check.one("found_inf", found_inf, ScalarType::Float, {1});
+  const std::vector<Elements> sources = call.gradients(grads);
+
+  const OnDeviceOf on(flat);
+  cuda::found_inf(on.device, call.buffer, sources.data(), data<float>(found_inf));
+}
+
 void square_total(Tensor flat, Tensor partials, Tensor marks, Tensor segments, Tensor tiles, Tensor total) {
-  const CudaCall call("square_total", flat, marks, segments, tiles);
+  const CudaCall call("square_total", flat, marks, std::nullopt, segments, tiles);
   call.check_norm(partials, tiles, total);
 
   const OnDeviceOf on(flat);
@@ -69,16 +80,18 @@ void square_total(Tensor flat, Tensor partials, Tensor marks, Tensor segments, T
   call.mark_fresh();
 }
 
-void close_window(Tensor scalars, Tensor steps, Tensor marks, Tensor total, Tensor divisor, double max_norm) {
-  check_close(scalars, steps, marks, total, divisor, aoti_torch_device_type_cuda());
+void close_window(Tensor scalars, Tensor steps, Tensor marks, const OptionalTensor& live, Tensor total, Tensor divisor,
+                  double max_norm, bool skip_nonfinite) {
+  check_close(scalars, steps, marks, live, total, divisor, aoti_torch_device_type_cuda());
 
   const OnDeviceOf on(scalars);
-  cuda::close_window(on.device, data<uint8_t>(marks), marks.numel(), data<float>(scalars), data<float>(steps),
-                     data<double>(total), data<double>(divisor), max_norm);
+  cuda::close_window(on.device, data<uint8_t>(marks), live ? data<uint8_t>(*live) : nullptr, marks.numel(),
+                     data<float>(scalars), data<float>(steps), data<double>(total), data<double>(divisor), max_norm,
+                     skip_nonfinite);
 }
 
 void rescale(Tensor flat, Tensor marks, Tensor segments, Tensor tiles, Tensor factor) {
-  const CudaCall call("rescale", flat, marks, segments, tiles);
+  const CudaCall call("rescale", flat, marks, std::nullopt, segments, tiles);
   call.check.one("factor", factor, ScalarType::Float, {1});
 
   const OnDeviceOf on(flat);
@@ -86,8 +99,9 @@ void rescale(Tensor flat, Tensor marks, Tensor segments, Tensor tiles, Tensor fa
   call.mark_stale();
 }
 
-void emit(Tensor flat, Tensor marks, Tensor segments, Tensor tiles, Tensor scalars, const Tensors& grads) {
-  const CudaCall call("emit", flat, marks, segments, tiles);
+void emit(Tensor flat, Tensor marks, const OptionalTensor& live, Tensor segments, Tensor tiles, Tensor scalars,
+          const Tensors& grads) {
+  const CudaCall call("emit", flat, marks, live, segments, tiles);
   call.check.one("scalars", scalars, ScalarType::Float, {3});
   const std::vector<Elements> targets = call.list("grads", grads, true);
 
@@ -101,10 +115,10 @@ cuda::Update update_of(const CudaCall& call, const Tensor& scalars, const Tensor
   return {data<float>(scalars), data<float>(steps), data<int64_t>(groups), data<double>(hyper), zero};
 }
 
-void adam(Tensor flat, Tensor marks, Tensor segments, Tensor tiles, Tensor scalars, Tensor steps, Tensor groups,
-          Tensor hyper, const Tensors& params, const Tensors& exp_avgs, const Tensors& exp_avg_sqs,
-          const Tensors& max_exp_avg_sqs, const Tensors& masters, bool zero) {
-  const CudaCall call("adam", flat, marks, segments, tiles);
+void adam(Tensor flat, Tensor marks, const OptionalTensor& live, Tensor segments, Tensor tiles, Tensor scalars,
+          Tensor steps, Tensor groups, Tensor hyper, const Tensors& params, const Tensors& exp_avgs,
+          const Tensors& exp_avg_sqs, const Tensors& max_exp_avg_sqs, const Tensors& masters, bool zero) {
+  const CudaCall call("adam", flat, marks, live, segments, tiles);
   const cuda::Update update = update_of(call, scalars, steps, groups, hyper, kAdamColumns, zero);
   const auto [p, m, v, v_max, master] = call.adam_lists(params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters);
 
@@ -113,9 +127,10 @@ void adam(Tensor flat, Tensor marks, Tensor segments, Tensor tiles, Tensor scala
   cuda::adam(on.device, call.buffer, update, lists);
 }
 
-void sgd(Tensor flat, Tensor marks, Tensor segments, Tensor tiles, Tensor scalars, Tensor steps, Tensor groups,
-         Tensor hyper, const Tensors& params, const Tensors& momentum_buffers, const Tensors& masters, bool zero) {
-  const CudaCall call("sgd", flat, marks, segments, tiles);
+void sgd(Tensor flat, Tensor marks, const OptionalTensor& live, Tensor segments, Tensor tiles, Tensor scalars,
+         Tensor steps, Tensor groups, Tensor hyper, const Tensors& params, const Tensors& momentum_buffers,
+         const Tensors& masters, bool zero) {
+  const CudaCall call("sgd", flat, marks, live, segments, tiles);
   const cuda::Update update = update_of(call, scalars, steps, groups, hyper, kSgdColumns, zero);
   const auto [p, b, master] = call.sgd_lists(params, momentum_buffers, masters);
 
@@ -134,6 +149,7 @@ void sgd(Tensor flat, Tensor marks, Tensor segments, Tensor tiles, Tensor scalar
 
 FUSEDACCUM_CUDA_OPERATORS {
   m.impl("fold", TORCH_BOX(&fusedaccum::fold));
+  m.impl("found_inf", TORCH_BOX(&fusedaccum::found_inf));
   m.impl("square_total", TORCH_BOX(&fusedaccum::square_total));
   m.impl("close_window", TORCH_BOX(&fusedaccum::close_window));
   m.impl("rescale", TORCH_BOX(&fusedaccum::rescale));

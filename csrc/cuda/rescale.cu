@@ -50,11 +50,11 @@ __global__ void __launch_bounds__(kThreads)
 
 template <int kBytes>
 __global__ void __launch_bounds__(kThreads)
-    emit_kernel(const float* flat, const Tile* tiles, const float* scalars, int64_t first_segment,
+    emit_kernel(const float* flat, const Tile* tiles, const uint8_t* live, const float* scalars, int64_t first_segment,
                 const Table<Entry, kBytes> __grid_constant__ grads) {
   const Tile tile = tiles[blockIdx.x];
   const Entry grad = grads.at[tile.segment - first_segment];
-  if (grad.absent() || scalars[1] != 0) return;
+  if (grad.absent() || scalars[1] != 0 || (live && !live[tile.segment])) return;
   const float* in = flat + tile.flat_start;
   switch (grad.dtype()) {
     case DType::kFloat32:
@@ -88,7 +88,7 @@ void emit(const Device& device, const Buffer& buffer, const float* scalars, cons
     with_table<Entry>(part, 1, fill, [&](const auto& table) {
       auto* kernel = emit_kernel<kSizeOf<decltype(table)>>;
       FUSEDACCUM_LAUNCH(kernel, part.tile_count, kThreads, device.stream, buffer.flat, buffer.tiles + part.first_tile,
-                        scalars, part.begin, table);
+                        buffer.live, scalars, part.begin, table);
     });
     check_launch("emit");
   });

@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kThreads)
     sgd_kernel(const StepCall call, const Table<Entry, kBytes> __grid_constant__ table) {
   const Tile tile = call.tiles[blockIdx.x];
   const Entries<kBytes> entry{table, call, tile.segment};
-  if (entry[kParam].absent()) return;
+  if (entry[kParam].absent() || is_left_alone(call, tile.segment)) return;
   float* flat = call.flat + tile.flat_start;
   const Update& update = call.update;
   if (update.scalars[1] != 0) {

@@ -13,11 +13,14 @@ constexpr int kMaxLists = 5;
 struct StepCall {
   float* flat;
   const Tile* tiles;
+  const uint8_t* live;
   Update update;
   int64_t first_segment;
   int stride;           // entries of a segment: the parameter first
   int slot[kMaxLists];  // where in them each list stands; -1 where the list is empty
 };
+
+FUSEDACCUM_DEVICE bool is_left_alone(const StepCall& call, int64_t segment) { return call.live && !call.live[segment]; }
 
 // The entries of one segment.
 template <int kBytes>
@@ -62,7 +65,7 @@ FUSEDACCUM_DEVICE void zero_tile(float* flat, int64_t count) {
 template <int kLists, class Launch>
 void launch_steps(const Device& device, const Buffer& buffer, const Update& update,
                   const Elements* const (&lists)[kLists], const Launch& launch) {
-  StepCall call{buffer.flat, nullptr, update, 0, 0, {}};
+  StepCall call{buffer.flat, nullptr, buffer.live, update, 0, 0, {}};
   const auto any = [&](const Elements* list) {
     return std::any_of(list, list + buffer.count, [](const Elements& e) { return e.data != nullptr; });
   };

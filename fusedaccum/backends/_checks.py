@@ -36,12 +36,14 @@ def one(op: str, name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int
         _fail(op, name, "be contiguous", f"strides {tensor.stride()}", "pass .contiguous()")
 
 
-def plan(op: str, flat: Tensor, marks: Tensor, segments: Tensor, tiles: Tensor) -> None:
+def plan(op: str, flat: Tensor, marks: Tensor, segments: Tensor, tiles: Tensor, live: Tensor | None = None) -> None:
     """The arguments that say where the segments lie fit each other."""
     one(op, "flat", flat, torch.float32, (flat.numel(),), flat.device)
     one(op, "segments", segments, torch.int64, (segments.shape[0], 2), torch.device("cpu"))
     one(op, "tiles", tiles, torch.int64, (tiles.shape[0], 4), flat.device)
     one(op, "marks", marks, torch.uint8, (segments.shape[0],), torch.device("cpu"))
+    if live is not None:
+        one(op, "live", live, torch.uint8, (segments.shape[0],), flat.device)
     end = 0
     for k, (offset, numel) in enumerate(segments.tolist()):
         if numel < 0 or offset < end or offset % ALIGN or offset + numel > flat.numel():
@@ -116,10 +118,14 @@ def update(
     one(op, "hyper", hyper, torch.float64, (hyper.shape[0], len(columns)), flat.device)
 
 
-def window(op: str, scalars: Tensor, steps: Tensor, marks: Tensor, total: Tensor, divisor: Tensor) -> None:
+def window(
+    op: str, scalars: Tensor, steps: Tensor, marks: Tensor, live: Tensor | None, total: Tensor, divisor: Tensor
+) -> None:
     """The arguments of `close_window`, which has no flat buffer to compare them with."""
     one(op, "scalars", scalars, torch.float32, (3,), scalars.device)
     one(op, "steps", steps, torch.float32, (marks.numel(),), scalars.device)
     one(op, "marks", marks, torch.uint8, (marks.numel(),), torch.device("cpu"))
+    if live is not None:
+        one(op, "live", live, torch.uint8, (marks.numel(),), scalars.device)
     one(op, "total", total, torch.float64, (1,), scalars.device)
     one(op, "divisor", divisor, torch.float64, (1,), scalars.device)

@@ -36,9 +36,10 @@ if _C.CUDA_STATUS == "built":
 # Operators launch kernels and do nothing else on a GPU, so that a CUDA graph can hold them.
 CAPTURABLE = True
 
-_OPERATORS = ("fold", "square_total", "close_window", "rescale", "emit", "adam", "sgd")
+_OPERATORS = ("fold", "found_inf", "square_total", "close_window", "rescale", "emit", "adam", "sgd")
 _ops = torch.ops.fusedaccum
-_fold, _square_total, _close_window, _rescale, _emit, _adam, _sgd = (getattr(_ops, name).default for name in _OPERATORS)
+_fold, _found_inf, _square_total, _close_window = (getattr(_ops, name).default for name in _OPERATORS[:4])
+_rescale, _emit, _adam, _sgd = (getattr(_ops, name).default for name in _OPERATORS[4:])
 
 
 def build_info() -> dict[str, Any]:
@@ -82,14 +83,22 @@ def fold(
     flat: Tensor,
     partials: Tensor,
     marks: Tensor,
+    live: Tensor | None,
     segments: Tensor,
     tiles: Tensor,
     grads: Sequence[Tensor | None],
     scale: Tensor,
     norm: bool,
 ) -> None:
-    _fold(flat, partials, marks, segments, tiles, grads, scale, norm)
-    increment_version((flat, partials, marks))
+    _fold(flat, partials, marks, live, segments, tiles, grads, scale, norm)
+    increment_version((flat, partials, marks) if live is None else (flat, partials, marks, live))
+
+
+def found_inf(
+    flat: Tensor, marks: Tensor, segments: Tensor, tiles: Tensor, grads: Sequence[Tensor | None], found_inf: Tensor
+) -> None:
+    _found_inf(flat, marks, segments, tiles, grads, found_inf)
+    increment_version(found_inf)
 
 
 def square_total(flat: Tensor, partials: Tensor, marks: Tensor, segments: Tensor, tiles: Tensor, total: Tensor) -> None:
@@ -98,9 +107,16 @@ def square_total(flat: Tensor, partials: Tensor, marks: Tensor, segments: Tensor
 
 
 def close_window(
-    scalars: Tensor, steps: Tensor, marks: Tensor, total: Tensor, divisor: Tensor, max_norm: float
+    scalars: Tensor,
+    steps: Tensor,
+    marks: Tensor,
+    live: Tensor | None,
+    total: Tensor,
+    divisor: Tensor,
+    max_norm: float,
+    skip_nonfinite: bool,
 ) -> None:
-    _close_window(scalars, steps, marks, total, divisor, max_norm)
+    _close_window(scalars, steps, marks, live, total, divisor, max_norm, skip_nonfinite)
     increment_version((scalars, steps))
 
 
@@ -110,15 +126,22 @@ def rescale(flat: Tensor, marks: Tensor, segments: Tensor, tiles: Tensor, factor
 
 
 def emit(
-    flat: Tensor, marks: Tensor, segments: Tensor, tiles: Tensor, scalars: Tensor, grads: Sequence[Tensor]
+    flat: Tensor,
+    marks: Tensor,
+    live: Tensor | None,
+    segments: Tensor,
+    tiles: Tensor,
+    scalars: Tensor,
+    grads: Sequence[Tensor],
 ) -> None:
-    _emit(flat, marks, segments, tiles, scalars, grads)
+    _emit(flat, marks, live, segments, tiles, scalars, grads)
     increment_version(grads)
 
 
 def adam(
     flat: Tensor,
     marks: Tensor,
+    live: Tensor | None,
     segments: Tensor,
     tiles: Tensor,
     scalars: Tensor,
@@ -133,7 +156,7 @@ def adam(
     zero: bool,
 ) -> None:
     moments = (exp_avgs, exp_avg_sqs, max_exp_avg_sqs)
-    _adam(flat, marks, segments, tiles, scalars, steps, groups, hyper, params, *moments, masters, zero)
+    _adam(flat, marks, live, segments, tiles, scalars, steps, groups, hyper, params, *moments, masters, zero)
     written = [*params, *exp_avgs, *exp_avg_sqs, *max_exp_avg_sqs, *masters]
     increment_version([flat, *written] if zero else written)
 
@@ -141,6 +164,7 @@ def adam(
 def sgd(
     flat: Tensor,
     marks: Tensor,
+    live: Tensor | None,
     segments: Tensor,
     tiles: Tensor,
     scalars: Tensor,
@@ -153,7 +177,7 @@ def sgd(
     zero: bool,
 ) -> None:
     buffers = (momentum_buffers, masters)
-    _sgd(flat, marks, segments, tiles, scalars, steps, groups, hyper, params, *buffers, zero)
+    _sgd(flat, marks, live, segments, tiles, scalars, steps, groups, hyper, params, *buffers, zero)
     written = [*params, *momentum_buffers, *masters]
     increment_version([flat, *written] if zero else written)
 
@@ -180,13 +204,15 @@ def complete(namespace: str) -> torch.library.Library:
     """Give the operators of a C++ library what torch asks of an operator beside its kernels. Keep what is returned."""
     operators = getattr(torch.ops, namespace)
 
-    def fold_negated(
-        flat: Tensor, partials: Tensor, marks: Tensor, segments: Tensor, tiles: Tensor, *rest: Any
-    ) -> None:
+    def resolved(operator: Any) -> Callable[..., None]:
         """The dispatcher comes here where a gradient is marked as negated lazily: a kernel reads memory, not marks."""
-        grads, scale, norm = rest
-        grads = [grad if grad is None else grad.resolve_neg() for grad in grads]
-        operators.fold.default(flat, partials, marks, segments, tiles, grads, scale, norm)
+        at = [argument.name for argument in operator._schema.arguments].index("grads")
+
+        def call(*arguments: Any) -> None:
+            grads = [grad if grad is None else grad.resolve_neg() for grad in arguments[at]]
+            operator(*arguments[:at], grads, *arguments[at + 1 :])
+
+        return call
 
     # No operator has a derivative. Falling through the autograd keys spares a look at every listed tensor.
     library = torch.library.Library(namespace, "IMPL")
@@ -195,7 +221,8 @@ def complete(namespace: str) -> torch.library.Library:
         arguments = [argument.name for argument in operator._schema.arguments]
         torch.library.register_fake(operator, _fake(name, arguments))
         library.impl(name, torch.library.fallthrough_kernel, "Autograd")
-    library.impl("fold", fold_negated, "Negative")
+    for name in ("fold", "found_inf"):
+        library.impl(name, resolved(getattr(operators, name).default), "Negative")
     return library
 
 

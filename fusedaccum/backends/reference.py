@@ -42,13 +42,14 @@ def fold(
     flat: Tensor,
     partials: Tensor,
     marks: Tensor,
+    live: Tensor | None,
     segments: Tensor,
     tiles: Tensor,
     grads: Sequence[Tensor | None],
     scale: Tensor,
     norm: bool,
 ) -> None:
-    check.plan("fold", flat, marks, segments, tiles)
+    check.plan("fold", flat, marks, segments, tiles, live)
     check.one("fold", "partials", partials, torch.float64, (tiles.shape[0],), flat.device)
     check.one("fold", "scale", scale, torch.float32, (1,), flat.device)
     check.listed("fold", "grads", grads, flat, segments, absent="None")
@@ -64,8 +65,21 @@ def fold(
         else:
             master_grad.copy_(torch.where(scale == 0, 0.0, scale * addend))
         marks[k] = TOUCHED | FRESH if norm else TOUCHED
+        if live is not None and grad.numel() > 0 and scale != 0:
+            live[k] = 1
     if norm:
         _sum_squares(flat, partials, tiles, [grad is not None for grad in grads])
+
+
+@torch.no_grad()
+def found_inf(
+    flat: Tensor, marks: Tensor, segments: Tensor, tiles: Tensor, grads: Sequence[Tensor | None], found_inf: Tensor
+) -> None:
+    check.plan("found_inf", flat, marks, segments, tiles)
+    check.listed("found_inf", "grads", grads, flat, segments, absent="None")
+    check.one("found_inf", "found_inf", found_inf, torch.float32, (1,), flat.device)
+
+    found_inf[0] = float(not all(bool(grad.isfinite().all()) for grad in grads if grad is not None))
 
 
 @torch.no_grad()
@@ -82,17 +96,26 @@ def square_total(flat: Tensor, partials: Tensor, marks: Tensor, segments: Tensor
 
 @torch.no_grad()
 def close_window(
-    scalars: Tensor, steps: Tensor, marks: Tensor, total: Tensor, divisor: Tensor, max_norm: float
+    scalars: Tensor,
+    steps: Tensor,
+    marks: Tensor,
+    live: Tensor | None,
+    total: Tensor,
+    divisor: Tensor,
+    max_norm: float,
+    skip_nonfinite: bool,
 ) -> None:
-    check.window("close_window", scalars, steps, marks, total, divisor)
+    check.window("close_window", scalars, steps, marks, live, total, divisor)
 
-    skip = divisor == 0
+    empty = divisor == 0
+    skip = empty | ~total.isfinite() if skip_nonfinite else empty
     norm = total.sqrt() / divisor
     # clamp keeps a norm that is not a number. Without clipping the norm has no say at all.
     clip = torch.ones_like(norm) if max_norm == float("inf") else (max_norm / (norm + 1e-6)).clamp(max=1.0)
     multiplier = 1 / divisor * clip
-    scalars.copy_(torch.cat([multiplier.masked_fill(skip, 0), skip.double(), norm.masked_fill(skip, 0)]))
-    steps.add_(((marks & TOUCHED) != 0).to(steps.device) & ~skip)
+    scalars.copy_(torch.cat([multiplier.masked_fill(skip, 0), skip.double(), norm.masked_fill(empty, 0)]))
+    counted = ((marks & TOUCHED) != 0).to(steps.device) & ~skip
+    steps.add_(counted if live is None else counted & (live != 0))
 
 
 @torch.no_grad()
@@ -107,16 +130,22 @@ def rescale(flat: Tensor, marks: Tensor, segments: Tensor, tiles: Tensor, factor
 
 @torch.no_grad()
 def emit(
-    flat: Tensor, marks: Tensor, segments: Tensor, tiles: Tensor, scalars: Tensor, grads: Sequence[Tensor]
+    flat: Tensor,
+    marks: Tensor,
+    live: Tensor | None,
+    segments: Tensor,
+    tiles: Tensor,
+    scalars: Tensor,
+    grads: Sequence[Tensor],
 ) -> None:
-    check.plan("emit", flat, marks, segments, tiles)
+    check.plan("emit", flat, marks, segments, tiles, live)
     check.one("emit", "scalars", scalars, torch.float32, (3,), flat.device)
     check.listed("emit", "grads", grads, flat, segments, absent="empty", marks=marks)
 
     multiplier, skip, _ = scalars
     if skip:
         return
-    for k in _touched(marks):
+    for k in _touched(marks, live):
         _store(grads[k], _segment(flat, segments, k) * multiplier)
 
 
@@ -124,6 +153,7 @@ def emit(
 def adam(
     flat: Tensor,
     marks: Tensor,
+    live: Tensor | None,
     segments: Tensor,
     tiles: Tensor,
     scalars: Tensor,
@@ -137,7 +167,7 @@ def adam(
     masters: Sequence[Tensor],
     zero: bool,
 ) -> None:
-    check.plan("adam", flat, marks, segments, tiles)
+    check.plan("adam", flat, marks, segments, tiles, live)
     check.update("adam", flat, segments, scalars, steps, groups, hyper, ADAM_COLUMNS)
     check.listed("adam", "params", params, flat, segments, absent="empty", marks=marks)
     check.listed("adam", "exp_avgs", exp_avgs, flat, segments, absent="empty", marks=marks)
@@ -146,7 +176,7 @@ def adam(
     check.listed("adam", "masters", masters, flat, segments, check.SINGLE, absent="empty")
 
     multiplier, skip, _ = scalars
-    for k in _touched(marks):
+    for k in _touched(marks, live):
         master_grad = _segment(flat, segments, k)
         if master_grad.numel() and not skip:
             option = dict(zip(ADAM_COLUMNS, hyper[groups[k]], strict=True))
@@ -197,6 +227,7 @@ def _adam_rule(
 def sgd(
     flat: Tensor,
     marks: Tensor,
+    live: Tensor | None,
     segments: Tensor,
     tiles: Tensor,
     scalars: Tensor,
@@ -208,14 +239,14 @@ def sgd(
     masters: Sequence[Tensor],
     zero: bool,
 ) -> None:
-    check.plan("sgd", flat, marks, segments, tiles)
+    check.plan("sgd", flat, marks, segments, tiles, live)
     check.update("sgd", flat, segments, scalars, steps, groups, hyper, SGD_COLUMNS)
     check.listed("sgd", "params", params, flat, segments, absent="empty", marks=marks)
     check.listed("sgd", "momentum_buffers", momentum_buffers, flat, segments, absent="empty")
     check.listed("sgd", "masters", masters, flat, segments, check.SINGLE, absent="empty")
 
     multiplier, skip, _ = scalars
-    for k in _touched(marks):
+    for k in _touched(marks, live):
         master_grad = _segment(flat, segments, k)
         if master_grad.numel() and not skip:
             option = dict(zip(SGD_COLUMNS, hyper[groups[k]], strict=True))
@@ -238,8 +269,9 @@ def sgd(
             master_grad.zero_()
 
 
-def _touched(marks: Tensor) -> Iterator[int]:
-    return (k for k, mark in enumerate(marks.tolist()) if mark & TOUCHED)
+def _touched(marks: Tensor, live: Tensor | None = None) -> Iterator[int]:
+    alive = [1] * len(marks) if live is None else live.tolist()
+    return (k for k, mark in enumerate(marks.tolist()) if mark & TOUCHED and alive[k])
 
 
 def _segment(flat: Tensor, segments: Tensor, k: int) -> Tensor:
