@@ -7,6 +7,8 @@ captured fold adds, first touch or not, so every boundary leaves the buffer zero
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,43 +41,65 @@ class Graphs:
     """
 
     def __init__(self) -> None:
-        self.captured = 0  # folds in the graph since its last boundary: while there are any, the device counts
+        self.captured = 0  # folds in graphs that no graph's boundary follows: while there are any, the device counts
+        self.in_capture = 0  # those of them that the capture going on has added
         self.length = 0  # of the window they belong to
         self.marks: Tensor | None = None  # what those folds touch
         self.folds: Tensor | None = None
         self.updates: Tensor | None = None
         self.divisor: Tensor | None = None
+        self.counts_updates = False
+        # What graphs read and write: it must outlive them, and nobody says when they are gone.
+        self.held: list[object] = []
 
     def prepare(self, buffers: list[FlatBuffer], optimizer: Optimizer) -> None:
         """At an eager boundary: make what a capture needs to find, where one is possible."""
         for buffer in buffers:
-            buffer.keeps_zero = len(buffers) == 1 and rates_on_device(optimizer, buffer.device)
-            if buffer.keeps_zero and (self.folds is None or self.folds.device != buffer.device):
+            alone = len(buffers) == 1 and rates_on_device(optimizer, buffer.device)
+            buffer.keeps_zero = alone or any(buffer is held for held in self.held)
+            if alone and (self.folds is None or self.folds.device != buffer.device):
                 make = {"dtype": torch.float64, "device": buffer.device}
                 self.folds, self.updates, self.divisor = (torch.zeros(1, **make) for _ in range(3))
 
-    def begin_fold(self, window: Window, weighted: bool, scale: float | Tensor) -> None:
-        """Before a fold is captured: refuse what cannot be, and have every gradient added.
-
-        Raises RuntimeError with the window as it was.
-        """
+    def check_capture(self, window: Window, weighted: bool, scale: float | Tensor) -> None:
+        """Refuse a fold that no graph can hold. Raises RuntimeError with the window as it was."""
         reason = self._obstacle(window, weighted)
         if reason is None and window.buffers[0].scale_value != scale:
             reason = "no window of these `steps` has run yet; run a whole one before the capture"
         if reason is not None:
             raise RuntimeError(f"{NAME}: this step() cannot be captured in a CUDA graph because {reason}")
+
+    @contextmanager
+    def adding(self, window: Window) -> Iterator[None]:
+        """Has the fold in this block add every gradient, its segment's first one too. Undone where the fold raises."""
         (buffer,) = window.buffers
+        marks, touched = buffer.marks.clone(), buffer.touched
         for k, p in enumerate(buffer.params):
             if p.grad is not None:
                 buffer.marks[k] = TOUCHED
         buffer.touched = True
+        try:
+            yield
+        except BaseException:
+            buffer.marks.copy_(marks)
+            buffer.touched = touched
+            raise
 
     def end_fold(self, window: Window) -> None:
         """After a fold was captured: the device counts it."""
+        (buffer,) = window.buffers
         self.folds.add_(1)
         self.captured += 1
+        self.in_capture += 1
         self.length = window.length
-        self.marks = window.buffers[0].marks & TOUCHED
+        self.marks = buffer.marks & TOUCHED
+        self.held += [buffer, buffer.scale_in_graph(), *window.update.tables(buffer)]
+
+    def leave(self, window: Window) -> None:
+        """At the first call outside of the capture: what was captured has not run, and is no eager micro-batch."""
+        if self.in_capture and not is_capturing():
+            window.pending -= self.in_capture
+            self.in_capture = 0
 
     def _obstacle(self, window: Window, weighted: bool) -> str | None:
         """Why no step of this window can be captured, in words that complete "because"; None if it can."""
@@ -83,8 +107,8 @@ class Graphs:
             return "only the fused update can be; use AdamW, Adam or SGD and update='auto'"
         if weighted:
             return "item counts are given, which the host reads; leave mean_of and sum_of out"
-        if window.pending and not self.captured:
-            return f"the open window holds {window.pending} eager micro-batches; flush() or reset() before the capture"
+        if eager := window.pending - self.in_capture:
+            return f"the open window holds {eager} eager micro-batches; flush() or reset() before the capture"
         if len({p.device for p in parameters(window.optimizer)}) > 1:
             return "its parameters are on several devices; use one optimizer for each"
         if not window.buffers or not window.is_located():
@@ -100,25 +124,32 @@ class Graphs:
             return "its buffer holds an earlier window's values; run one whole window before the capture"
         return window.update.obstacle_to_capture(buffer, [k for k, p in enumerate(buffer.params) if p.grad is not None])
 
-    def check_flush(self) -> None:
-        """Refuse to capture the end of a window whose micro-batches are not in a graph."""
-        if is_capturing() and not self.captured:
+    def check_flush(self, window: Window) -> None:
+        """Refuse to capture the end of a window whose micro-batches are not in a graph, or to end one they miss."""
+        if not is_capturing():
+            self.check_eager(window)
+        elif not self.captured:
             raise RuntimeError(
                 f"{NAME}: flush() cannot be captured in a CUDA graph because the window's step()s were not; capture "
                 "them before, or call it outside of the graph"
             )
 
-    def check_eager(self) -> None:
-        """Refuse an eager fold beside captured ones: the host does not know how many were replayed."""
-        if self.captured:
-            raise RuntimeError(
-                f"{NAME}: this wrapper's step() was captured in a CUDA graph, and is called outside of it; replay the "
-                "graph and flush(), or load_state_dict() or close() to go on without it"
-            )
+    def check_eager(self, window: Window) -> None:
+        """Refuse to go on where captured folds reach a buffer that is no longer the window's."""
+        if not self.captured or (window.is_located() and any(window.buffers[0] is held for held in self.held)):
+            return
+        raise RuntimeError(
+            f"{NAME}: parameters were added, removed or unfrozen since step() was captured in a CUDA graph, whose "
+            "replays do not reach them; opt.load_state_dict(opt.state_dict()) keeps what was replayed and forgets the "
+            "graph; then run a window, and capture again"
+        )
 
-    def divide(self, length: int | None) -> Tensor:
-        """The window's divisor, on the device: replayed folds over `length`, 1 for a sum; 0, a skip, for none."""
-        folds = self.divisor.copy_(self.folds)
+    def divide(self, eager: int, length: int | None) -> Tensor:
+        """The window's divisor, on the device: folds over `length`, or 1 for a sum; 0, a skip, where there are none.
+
+        eager: the micro-batches beside the replayed ones.
+        """
+        folds = self.divisor.copy_(self.folds).add_(eager)
         return folds.clamp_(max=1) if length is None else folds.div_(length)
 
     def begin_window(self, buffers: list[FlatBuffer]) -> bool:
@@ -127,7 +158,7 @@ class Graphs:
             return False
         self.folds.zero_()
         if is_capturing():  # the boundary is in the graph, behind the folds
-            self.captured, self.marks = 0, None
+            self.captured, self.in_capture, self.marks = 0, 0, None
             return False
         (buffer,) = buffers
         buffer.marks.copy_(self.marks)
@@ -135,18 +166,19 @@ class Graphs:
         return True
 
     def count_update(self, scalars: Tensor) -> None:
-        """Into the graph: one update, unless it is skipped."""
+        """On the device, now or at every replay: one update, unless it is skipped."""
         self.updates.add_(1).sub_(scalars[1])
+        self.counts_updates = True
 
-    def replayed_updates(self) -> int:
-        return 0 if self.updates is None else int(self.updates)
+    def counted_updates(self) -> int:
+        return int(self.updates) if self.counts_updates else 0
 
     def replayed_folds(self) -> int:
-        return int(self.folds)
+        return int(self.folds) if self.captured else 0
 
     def forget(self) -> None:
         """Graphs captured so far are of no use any more."""
-        self.captured, self.marks = 0, None
+        self.captured, self.in_capture, self.marks, self.counts_updates = 0, 0, None, False
         for counter in (self.folds, self.updates):
             if counter is not None:
                 counter.zero_()

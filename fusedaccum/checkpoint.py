@@ -38,7 +38,9 @@ def save(window: Window) -> dict[str, Any]:
         if buffer is None:
             continue
         if pending and buffer.is_touched(k):
-            sums[i] = window.undivided(buffer.view(k))
+            view = window.undivided(buffer.view(k))
+            # The end of the window zeroes such a buffer, also the one that loading begins with.
+            sums[i] = view.clone() if buffer.keeps_zero else view
         if isinstance(window.update, FusedUpdate) and (master := window.update.master(buffer, k)) is not None:
             masters[i] = master.as_strided(buffer.shapes[k], buffer.strides[k])
     return {

@@ -34,6 +34,8 @@ def layout(numels: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor,
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy of a CPU tensor on `device` that nothing waits for: on CUDA only a copy from pinned memory is that."""
+    if device.type == "cpu":
+        return tensor
     if device.type == "cuda":
         tensor = tensor.pin_memory()  # torch keeps the pinned memory until the copy is over
     return tensor.to(device, non_blocking=True)
@@ -88,7 +90,7 @@ class FlatBuffer:
         self.scalars = torch.zeros(3, dtype=torch.float32, device=device)
         self._scale = torch.ones(1, dtype=torch.float32, device=device)
         self.scale_value = 1.0
-        self._scales_in_graphs: list[Tensor] = []
+        self._scale_in_graph = False
         self._divisor_value: float | None = 1.0
         self._views: weakref.WeakSet[Tensor] = weakref.WeakSet()
         # The list entry of a segment to which a list does not apply.
@@ -151,10 +153,15 @@ class FlatBuffer:
                 grads[k] = in_memory_order(grad, self.strides[k])
         return grads
 
+    def _here(self, value: Tensor) -> Tensor:
+        """`value` on this device, without a wait for a copy from the CPU."""
+        value = value.detach()
+        return to_device(value, self.device) if value.device.type == "cpu" else value.to(self.device)
+
     def _scalar(self, value: float | Tensor) -> Tensor:
         """`value`, a number or a tensor of one element anywhere, as float32[1] on this device."""
         if isinstance(value, Tensor):
-            return value.detach().to(device=self.device, dtype=torch.float32).reshape(1)
+            return self._here(value).to(torch.float32).reshape(1)
         return torch.full((1,), value, dtype=torch.float32, device=self.device)
 
     def fold(self, grads: list[Tensor | None], scale: float | Tensor, norm: bool) -> None:
@@ -179,12 +186,17 @@ class FlatBuffer:
         self.touched = self.touched or any(g is not None for g in grads)
 
     def _set_scale(self, value: float) -> None:
-        if self.keeps_zero:  # a CUDA graph may read the old value at every replay
-            self._scales_in_graphs.append(self._scale)
+        if self._scale_in_graph:  # a CUDA graph reads the old value at every replay
             self._scale = self._scalar(value)
+            self._scale_in_graph = False
         else:
             self._scale.fill_(value)
         self.scale_value = value
+
+    def scale_in_graph(self) -> Tensor:
+        """The scale as a CUDA graph reads it: from now on it is not written."""
+        self._scale_in_graph = True
+        return self._scale
 
     def square_total(self) -> Tensor:
         """The sum of squares of what this window holds: float64[1] on this device, reused by the next call."""
@@ -196,7 +208,7 @@ class FlatBuffer:
     ) -> None:
         """Fill `scalars` and count the update in `steps`. total: float64[1], over all devices, on this device."""
         if isinstance(divisor, Tensor):
-            self.divisor.copy_(divisor.reshape(1))
+            self.divisor.copy_(self._here(divisor).reshape(1))
             self._divisor_value = None
         elif divisor != self._divisor_value:
             self.divisor.fill_(divisor)

@@ -209,7 +209,7 @@ class FusedAccumOptimizer(Optimizer):
         RuntimeError after `close()` and inside a step pre-hook.
         """
         self._check_open()
-        self._window.graphs.check_flush()
+        self._window.graphs.check_flush(self._window)
         if self._window.nothing_to_flush():
             return False
         with torch.no_grad():

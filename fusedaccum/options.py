@@ -148,3 +148,10 @@ def one_count(mean_of: Any, sum_of: Any) -> tuple[Any, Any]:
     mean_of = None if mean_of is None else check_items("mean_of", mean_of)
     sum_of = None if sum_of is None else check_items("sum_of", sum_of)
     return mean_of, sum_of
+
+
+def as_float64(items: float | Tensor, total: float | Tensor) -> float | Tensor:
+    """An item count in the precision, and on the device, in which they are added up."""
+    if not isinstance(items, Tensor):
+        return items
+    return items.to(device=total.device if isinstance(total, Tensor) else items.device, dtype=torch.float64).reshape(1)

@@ -118,7 +118,7 @@ class HyperTable:
         self.tensor = torch.empty(0)
 
     def read(self, groups: list[dict[str, Any]]) -> Tensor:
-        """The table for `groups`. A tensor on this device is copied without a sync, one elsewhere is read."""
+        """The table for `groups`. A tensor on a device is copied without a sync, one on the CPU is read."""
         rows, on_device = self._rows(groups)
         if rows != self.rows:
             self.tensor = to_device(torch.tensor(rows, dtype=torch.float64, device="cpu"), self.device)
@@ -137,7 +137,7 @@ class HyperTable:
         for g, group in enumerate(groups):
             row = self.rule.row(group)
             for c, value in enumerate(row):
-                if isinstance(value, Tensor) and value.device == self.device:
+                if isinstance(value, Tensor) and (value.device == self.device or value.device.type != "cpu"):
                     on_device.append((g, c, value))
                     row[c] = 0.0
                 else:
@@ -198,7 +198,7 @@ class OptimizerState:
         param, buffer = self.buffer.params[k], self.buffer
         state = self.optimizer.state.get(param, {})
         values = {slot: self._conform(k, slot, state.get(slot)) for slot in slots}
-        buffer.steps[k] = self.rule.step_count(state)
+        self._take_count(k, state)
         if not slots:  # SGD without momentum leaves the state empty
             entries = state
         else:
@@ -213,6 +213,14 @@ class OptimizerState:
             else:
                 self.known[slot][k] = None
                 self.lists[slot][k] = buffer.absent
+
+    def _take_count(self, k: int, state: dict[str, Any]) -> None:
+        """The updates that segment k has seen, as the state says: without a wait where the count is on the device."""
+        step = state.get("step") if self.rule.counts_steps else None
+        if isinstance(step, Tensor) and step.device == self.buffer.device:
+            self.buffer.steps[k].copy_(step)
+        else:
+            self.buffer.steps[k] = self.rule.step_count(state)
 
     def _conform(self, k: int, slot: str, value: Tensor | None) -> Tensor:
         """`value` in the order, device and dtype the kernel takes; a new tensor only where it has to be one."""

@@ -120,6 +120,11 @@ class FusedUpdate:
         for buffer in buffers:
             self.side(buffer).prepare()
 
+    def tables(self, buffer: FlatBuffer) -> list[Tensor]:
+        """What a captured update reads beside the buffer and the optimizer's state."""
+        side = self.side(buffer)
+        return [t for t in (side.groups, side.hyper) if t is not None]
+
     def obstacle_to_capture(self, buffer: FlatBuffer, segments: list[int]) -> str | None:
         """Why an update of `segments` would do more than launch kernels, in words that complete "because"."""
         side = self.side(buffer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from operator import is_
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 from fusedaccum import capture, folding
 from fusedaccum.flat_buffer import FlatBuffer
 from fusedaccum.notices import warn_low_precision, warn_open_window
-from fusedaccum.options import NAME, Options, check_params, parameters
+from fusedaccum.options import NAME, Options, as_float64, check_params, parameters
 from fusedaccum.rules import why_not_fused
 from fusedaccum.update import FusedUpdate, Update, WrappedUpdate
 
@@ -126,8 +127,9 @@ class Window:
     def micro_batch(self, mean_of: float | Tensor | None, sum_of: float | Tensor | None) -> None:
         """Fold the gradients that are there and count the micro-batch. Raises before anything is changed."""
         weighted = mean_of is not None or sum_of is not None
+        self.graphs.leave(self)
         self.check_mode(weighted)
-        length = self.length if self.pending else self.steps
+        length = self.length if self.pending or self.graphs.captured else self.steps
         scale: float | Tensor = 1.0
         if mean_of is not None:
             scale = mean_of
@@ -137,17 +139,18 @@ class Window:
             scale = 1.0 / length
         items = mean_of if mean_of is not None else sum_of
         if capturing := capture.is_capturing():
-            self.graphs.begin_fold(self, weighted, scale)
+            self.graphs.check_capture(self, weighted, scale)
         else:
-            self.graphs.check_eager()
+            self.graphs.check_eager(self)
         self.locate()
         last = self.pending + 1 >= length
         if isinstance(items, float) and items == 0.0:
             folding.discard(self.params)
         else:
-            folding.fold(self, scale, norm=last)
+            with self.graphs.adding(self) if capturing else nullcontext():
+                folding.fold(self, scale, norm=last)
         if items is not None:
-            self.items = self.items + _double(items, self.items)
+            self.items = self.items + as_float64(items, self.items)
         self.mode = WEIGHTED if weighted else PLAIN
         self.length = length
         if capturing:
@@ -164,10 +167,10 @@ class Window:
                 f"{NAME}: mean_of and sum_of are per-item means and reduction='sum' adds micro-batches up; "
                 "leave the item counts out, or use reduction='mean'"
             )
-        if self.pending and self.mode != mode:
+        if (self.pending or self.graphs.captured) and self.mode != mode:
             raise ValueError(
-                f"{NAME}: this window holds {self.pending} {self.mode} micro-batches and a {mode} one was given; give "
-                "mean_of or sum_of with every micro-batch of a window or with none, or reset() the window"
+                f"{NAME}: this window holds {self.micro_batches} {self.mode} micro-batches and a {mode} one was "
+                "given; give mean_of or sum_of with every micro-batch of a window or with none, or reset() the window"
             )
 
     @property
@@ -177,7 +180,8 @@ class Window:
     @property
     def micro_batches(self) -> int:
         """What the open window holds. Reading it waits for the device where folds were captured in a CUDA graph."""
-        return self.graphs.replayed_folds() if self.graphs.captured else self.pending
+        self.graphs.leave(self)
+        return self.pending - self.graphs.in_capture + self.graphs.replayed_folds()
 
     # The boundary
 
@@ -186,7 +190,8 @@ class Window:
         if self.mode == WEIGHTED:
             return self.items
         if self.graphs.captured:
-            return self.graphs.divide(self.length if self.options.reduction == "mean" else None)
+            eager = self.pending - self.graphs.in_capture
+            return self.graphs.divide(eager, self.length if self.options.reduction == "mean" else None)
         return self.pending / self.length if self.options.reduction == "mean" else 1.0
 
     def close_window(self, pre_hooks: Callable[[], None], post_hooks: Callable[[], None]) -> None:
@@ -202,7 +207,7 @@ class Window:
             self.reset()
             return
         self._run_pre_hooks(pre_hooks, touched)
-        if not self.pending:  # a hook has called reset() or close()
+        if not self.pending and not self.graphs.captured:  # a hook has called reset() or close()
             return
         self.locate()
         touched = [buffer for buffer in self.buffers if buffer.touched]
@@ -211,8 +216,9 @@ class Window:
         self.update.prepare(touched)
         skip = self._set_scalars(touched)
         self.update.apply(touched)
+        on_device = self.graphs.captured > 0
         self.reset()
-        self._count(skip)
+        self._count(skip, on_device)
         post_hooks()
 
     def _skipped_here(self, touched: list[FlatBuffer]) -> bool:
@@ -296,15 +302,15 @@ class Window:
         for buffer in touched:
             buffer.close_window(total.to(buffer.device), self._divisor, max_norm)
         self._norm = first.scalars[2]
-        on_device = isinstance(self._divisor, Tensor) and self.update.name == "fused"
-        if capture.is_capturing():
+        on_device = isinstance(self._divisor, Tensor) and self.update.name == "fused" and not capture.is_capturing()
+        if self.graphs.captured:
             self.graphs.count_update(first.scalars)
-            return None
         return first.scalars[1].long() if on_device else None
 
-    def _count(self, skip: Tensor | None) -> None:
-        if capture.is_capturing():  # nothing has happened yet: the device counts the replays
-            self._updated = False
+    def _count(self, skip: Tensor | None, on_device: bool) -> None:
+        """on_device: the window held captured folds, and the device has counted the update."""
+        if on_device:
+            self._updated = False if skip is None else skip
         elif skip is None:
             self._updates += 1
             self._updated = True
@@ -322,15 +328,17 @@ class Window:
         self.items = 0.0
         self.length = self.steps
         if self.graphs.begin_window(self.buffers):
-            self.pending, self.length, self.mode = self.graphs.captured, self.graphs.length, PLAIN
+            self.length, self.mode = self.graphs.length, PLAIN
         self.announced = None
         self._updated = False
 
     def nothing_to_flush(self) -> bool:
         """Whether the window is empty, which makes this call one that updated nothing."""
-        if self.pending == 0:
+        self.graphs.leave(self)
+        empty = not self.pending and not self.graphs.captured
+        if empty:
             self._updated = False
-        return self.pending == 0
+        return empty
 
     def release(self) -> None:
         """Give up the buffers; the wrapper is of no further use."""
@@ -348,7 +356,7 @@ class Window:
     @property
     def updates(self) -> int:
         self._read_verdicts()
-        return self._updates + self.graphs.replayed_updates()
+        return self._updates + self.graphs.counted_updates()
 
     @property
     def skipped_windows(self) -> int:
@@ -365,7 +373,8 @@ class Window:
 
     @property
     def will_update(self) -> bool:
-        return self.pending + 1 >= (self.length if self.pending else self.steps)
+        self.graphs.leave(self)
+        return self.pending + 1 >= (self.length if self.pending or self.graphs.captured else self.steps)
 
     def _read_verdicts(self) -> None:
         if self._undecided_skips is not None:
@@ -388,9 +397,3 @@ class Window:
     def __del__(self) -> None:
         if getattr(self, "pending", 0) and not self.saved and not self.closed and not self.graphs.captured:
             warn_open_window(self, "was dropped")
-
-
-def _double(items: float | Tensor, total: float | Tensor) -> float | Tensor:
-    if not isinstance(items, Tensor):
-        return items
-    return items.to(device=total.device if isinstance(total, Tensor) else items.device, dtype=torch.float64).reshape(1)

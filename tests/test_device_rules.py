@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils._python_dispatch import TorchDispatchMode
 from wrapper_helpers import LOW_PRECISION, tidy, wrap  # noqa: F401
 
-from fusedaccum import GatedScheduler, folding
+from fusedaccum import GatedScheduler, checkpoint, folding
 from fusedaccum.ops import FRESH, TOUCHED
 
 META = torch.device("meta")
@@ -88,6 +88,7 @@ ITEMS = {
     "numbers": lambda: {"mean_of": 3},
     "device counts": lambda: {"mean_of": torch.empty((), device=META)},
     "device sums": lambda: {"sum_of": torch.empty((), device=META)},
+    "counts on the CPU": lambda: {"mean_of": torch.tensor(3)},
 }
 
 
@@ -127,10 +128,14 @@ def test_a_window_waits_for_nothing(make, options, items):
     assert calls == (["fold"] * 3 + ["square_total", "close_window", update]) * 2
 
 
-def test_a_gated_schedule_waits_for_nothing_without_device_counts():
+@pytest.mark.parametrize("tensor_lr", [False, True])
+def test_a_gated_schedule_waits_for_nothing_without_device_counts(tensor_lr):
     params = [torch.nn.Parameter(torch.empty(5, device=META))]
     optimizer = wrap(AdamW(params, lr=0.1), 2)
     scheduler = GatedScheduler(CosineAnnealingLR(optimizer, 10), optimizer)
+    if tensor_lr:
+        optimizer.param_groups[0]["lr"] = torch.empty((), device=META)
+        scheduler.scheduler = SimpleNamespace(step=lambda: None)  # torch's own would look at the rate
     for _ in range(6):
         params[0].grad = torch.empty(5, device=META)
         optimizer.step()
@@ -150,8 +155,32 @@ def test_flush_reset_and_added_groups_wait_for_nothing():
     extra.grad = torch.empty(3, device=META)
     optimizer.step()
     optimizer.master_grad(extra)
+    params[0].grad = torch.empty_like(params[0])
+    optimizer.step()  # the boundary, in a buffer that was built anew
+    assert optimizer.updates == 4
+    params[0].grad = torch.empty_like(params[0])
+    optimizer.step()
     optimizer.reset()
     assert optimizer.pending == 0
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says it is on a GPU, and can be brought home."""
+
+    device = torch.device("cuda")
+
+    def cpu(self):
+        return self.as_subclass(torch.Tensor)
+
+
+@pytest.mark.parametrize("flag", [None, "capturable", "fused"])
+def test_step_counts_are_saved_where_torch_has_them(flag):
+    step = torch.tensor(3.0).as_subclass(OnDevice)
+    group = {"params": [0, 1], "lr": 0.1, "capturable": flag == "capturable", "fused": flag == "fused"}
+    state = {"state": {0: {"step": step, "exp_avg": step}, 1: {}}, "param_groups": [group]}
+    checkpoint.bring_steps_home(state)
+    assert (type(state["state"][0]["step"]) is torch.Tensor) == (flag is None)
+    assert state["state"][0]["exp_avg"] is step
 
 
 def test_reading_the_norm_is_what_waits():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import emulated
 import pytest
 import torch
+from op_cases import Buffer, scalar
 from torch.optim import SGD, AdamW
 from wrapper_helpers import LOW_PRECISION, bits, tidy, wrap  # noqa: F401
 
@@ -55,6 +56,16 @@ def test_the_same_bits_as_on_the_cpu(monkeypatch, make, dtype, options):
         assert got == want
         # The partial sums are added in another order.
         assert same_norm == pytest.approx(norm, rel=1e-12)
+
+
+def test_a_buffer_that_starts_off_16_bytes_is_refused():
+    """The kernels move it in vectors."""
+    buffer = Buffer([70])
+    flat = torch.zeros(buffer.flat.numel() + 1)[1:]
+    _, partials, *rest = buffer.norm_plan()
+    with pytest.raises(RuntimeError, match="fold: flat must start at a multiple of 16 bytes"):
+        emulated.fold(flat, partials, *rest, [torch.ones(70)], scalar(1.0), False)
+    assert not flat.any()
 
 
 @LOW_PRECISION

@@ -30,7 +30,8 @@ constexpr int kWideBytes = 32000;
 template <class T, int kBytes>
 struct Table {
   static constexpr int kSize = kBytes;
-  T at[kBytes / sizeof(T)];
+  static constexpr int64_t kItems = kBytes / sizeof(T);
+  T at[kItems];
 };
 
 template <class T>
@@ -96,7 +97,7 @@ void with_table(const Part& part, int64_t stride, const Fill& fill, const Launch
     for (int64_t k = part.begin; k < part.end; ++k) fill(k, table.at + (k - part.begin) * stride);
     launch(table);
   };
-  if ((part.end - part.begin) * stride * int64_t(sizeof(T)) <= kNarrowBytes) {
+  if ((part.end - part.begin) * stride <= Table<T, kNarrowBytes>::kItems) {
     Table<T, kNarrowBytes> table;
     filled(table);
   } else {
@@ -108,7 +109,7 @@ void with_table(const Part& part, int64_t stride, const Fill& fill, const Launch
 // How many items of type T a launch can be given.
 template <class T>
 int64_t table_size(const Device& device) {
-  return (device.wide ? kWideBytes : kNarrowBytes) / int64_t(sizeof(T));
+  return device.wide ? Table<T, kWideBytes>::kItems : Table<T, kNarrowBytes>::kItems;
 }
 
 inline bool touched(const Buffer& buffer, int64_t k) { return buffer.marks[k] & kTouched; }
