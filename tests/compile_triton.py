@@ -21,10 +21,10 @@ from fusedaccum.backends import _triton_rules as rules
 from fusedaccum.backends import triton as backend
 
 TYPES = {
-    "*fp32": ("flat", "scale", "scalars", "steps", "factor"),
+    "*fp32": ("flat", "scale", "scalars", "steps", "factor", "found_inf"),
     "*fp64": ("partials", "total", "divisor", "hyper"),
     "*i64": ("tiles", "groups", "table"),
-    "*u8": ("marks",),
+    "*u8": ("marks", "live"),
     "fp64": ("max_norm",),
     "i32": ("tile_count", "segment_count"),
 }
@@ -51,25 +51,29 @@ def kind(codes: tuple[int, ...]) -> int:
 
 def steps(kernel: triton.JITFunction, lists: dict[str, tuple[int, ...]], budgets: dict[str, Budget]) -> list[tuple]:
     """Each mixture of dtypes by itself, and all in one kernel, as a model with all of them has it."""
-    constants = {"ZERO": False, "BLOCK": backend.BLOCK}
+    constants = {"LIVE": True, "ZERO": False, "BLOCK": backend.BLOCK}
     alone = [(kernel, constants | {"KINDS": (kind(codes),)}, [budgets[name]]) for name, codes in lists.items()]
     zeroing = constants | {"KINDS": (kind(lists["fp32"]),), "ZERO": True}
     every = constants | {"KINDS": tuple(sorted(kind(codes) for codes in lists.values()))}
-    return [*alone, (kernel, zeroing, [budgets["fp32"].zeroing]), (kernel, every, list(budgets.values()))]
+    without_live = (kernel, every | {"LIVE": False}, list(budgets.values()))
+    zeroed = [budgets["fp32"].zeroing]
+    return [*alone, (kernel, zeroing, zeroed), (kernel, every, list(budgets.values())), without_live]
 
 
 def launches() -> list[tuple[triton.JITFunction, dict[str, object], list[Budget]]]:
     """Kernels with their constants, and what full tiles may move."""
+    choices = (False, True)
     block = {"BLOCK": backend.BLOCK}
-    with_max = {"KINDS": (kind((SINGLE,) * 3), kind((SINGLE,) * 4)), "ZERO": True, **block}
+    close = {"CLIP": True, "BLOCK": backend.SUM_BLOCK}
+    with_max = {"KINDS": (kind((SINGLE,) * 3), kind((SINGLE,) * 4)), "LIVE": True, "ZERO": True, **block}
     return [
-        (kernels.fold_tiles, {"NORM": False, **block}, list(FOLD)),
-        (kernels.fold_tiles, {"NORM": True, **block}, list(FOLD)),
+        *((kernels.fold_tiles, {"LIVE": x, "NORM": y, **block}, list(FOLD)) for x in choices for y in choices),
+        (kernels.found_inf_tiles, block, []),
         (kernels.sum_stale_tiles, block, list(SQUARE)),
         (kernels.sum_partials, {"BLOCK": backend.SUM_BLOCK}, []),
-        (kernels.close, {"CLIP": True, "BLOCK": backend.SUM_BLOCK}, []),
+        *((kernels.close, {**close, "SKIP_NONFINITE": x, "LIVE": x}, []) for x in choices),
         (kernels.rescale_tiles, block, list(RESCALE)),
-        (kernels.emit_tiles, block, list(EMIT)),
+        *((kernels.emit_tiles, {"LIVE": x, **block}, list(EMIT)) for x in choices),
         *steps(rules.adam_tiles, ADAM_LISTS, ADAM),
         (rules.adam_tiles, with_max, []),
         *steps(rules.sgd_tiles, SGD_LISTS, SGD),

@@ -20,8 +20,10 @@ from machine_code import ARCHITECTURES, Budget, Kernel, read_kernels, table
 from op_cases import Buffer, scalar, total_tensor
 
 from fusedaccum.backends import triton as backend
+from fusedaccum.ops import TILE
 
-TILES = ("fold_tiles", "sum_stale_tiles", "rescale_tiles", "emit_tiles", "adam_tiles", "sgd_tiles")
+READING = ("found_inf_tiles", "sum_stale_tiles")
+TILES = ("fold_tiles", *READING, "rescale_tiles", "emit_tiles", "adam_tiles", "sgd_tiles")
 WITHOUT_TILES = ("sum_partials", "close")
 
 
@@ -83,7 +85,7 @@ def test_full_tiles_move_16_bytes_at_a_time(kernels):
             continue
         assert kernel.wide_loads > 0, kernel
         narrow = budgets and all(budget.what in ("16 bits", "16 bits, momentum") for budget in budgets)
-        if base(kernel) != "sum_stale_tiles" and not narrow:
+        if base(kernel) not in READING and not narrow:
             assert kernel.wide_stores > 0, kernel
 
 
@@ -93,6 +95,13 @@ def test_full_tiles_move_what_the_budget_says(kernels, request, capsys):
     for kernel, budgets in kernels:
         for budget in budgets:
             assert kernel.keeps(budget), f"{kernel.name}, {budget}: {kernel.nearest(budget)} of {kernel.paths}"
+
+
+def test_found_inf_reads_full_tiles_once(kernels):
+    """The budgets of a kernel that stores nothing speak of float32; its gradients may be of 16 bits."""
+    (found_inf,) = (kernel for kernel, _ in kernels if base(kernel) == "found_inf_tiles")
+    elements = TILE // (32 * backend.LAUNCH_OPTIONS["num_warps"])
+    assert sorted(path.loaded // elements for path in found_inf.paths) == [2, 2, 4], found_inf
 
 
 def test_which_devices_it_serves(compiled):
@@ -110,10 +119,11 @@ def calls_of_every_operator(buffer: Buffer) -> dict:
     ones, one, scalars = torch.ones(17), scalar(1.0), torch.tensor([1.0, 0.0, 0.0])
     steps, groups = torch.ones(1), torch.zeros(1, dtype=torch.int64)
     divisor = scalar(1.0, torch.float64)
-    update = (*buffer.plan(), scalars, steps, groups)
+    update = (*buffer.step_plan(), scalars, steps, groups)
     hyper = torch.tensor([[0.1, 0.9, 0.9, 1e-8, 0.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
     return {
         "fold": lambda: backend.fold(*buffer.fold_plan(), [ones], one, False),
+        "found_inf": lambda: backend.found_inf(*buffer.plan(), [ones], one.clone()),
         "square_total": lambda: backend.square_total(*buffer.norm_plan(), total_tensor()),
         "close_window": lambda: backend.close_window(scalars, steps, buffer.marks, None, divisor, divisor, 1.0, False),
         "rescale": lambda: backend.rescale(*buffer.plan(), one),
@@ -124,7 +134,10 @@ def calls_of_every_operator(buffer: Buffer) -> dict:
 
 
 def test_an_operator_copies_once_and_launches_once(monkeypatch):
-    """But for the norm, whose second stage is a launch, and whose stale tiles are one where there are any."""
+    """But for the norm, whose second stage is a launch, and whose stale tiles are one where there are any.
+
+    What torch launches is not counted: it zeroes the result of `found_inf`.
+    """
     seen = []
     copy, launch = backend._to_device, backend._launch
     monkeypatch.setattr(backend, "_to_device", lambda *args: seen.append("copy") or copy(*args))

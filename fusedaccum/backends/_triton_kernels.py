@@ -10,6 +10,8 @@ Full tiles of aligned tensors take a path without masks: a mask takes away 16-by
 There, each thread takes 4 elements at a time of every stream, 16 bytes of float32 or 8 of the 16-bit formats: of 8
 elements the compiler would store float32 only after an exchange through shared memory.
 
+`live` is a pointer to be used only where LIVE says so; elsewhere every touched segment counts, and it is any tensor.
+
 Under the interpreter (TRITON_INTERPRET=1, set before triton is imported) the same functions run on the CPU.
 """
 
@@ -47,6 +49,15 @@ def tile_row(tiles, tile):
     """(segment, first element in the segment, first element in flat, count) of a tile."""
     row = tiles + 4 * tile
     return tl.load(row), tl.load(row + 1), tl.multiple_of(tl.load(row + 2), ALIGN), tl.load(row + 3)
+
+
+@triton.jit
+def counts(word, live, segment, LIVE: tl.constexpr):
+    """Whether the window has something for the segment."""
+    touched = (word & TOUCHED) != 0
+    if LIVE:
+        touched &= tl.load(live + segment) != 0
+    return touched
 
 
 @triton.jit
@@ -108,15 +119,29 @@ def _squares(values, left, PATH: tl.constexpr, BLOCK: tl.constexpr):
     return tl.sum(tl.reshape(wide * wide, (BLOCK // 4, 4)), axis=1)
 
 
-# Fold and norm
+# Fold, found_inf and norm
 
 
 @triton.jit(do_not_specialize=["segment_count"])
-def fold_tiles(flat, partials, tiles, table, segment_count, scale, NORM: tl.constexpr, BLOCK: tl.constexpr):
+def fold_tiles(
+    flat,
+    partials,
+    live,
+    tiles,
+    table,
+    segment_count,
+    scale,
+    LIVE: tl.constexpr,
+    NORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     tile = tl.program_id(0).to(tl.int64)
     segment, first, start, count = tile_row(tiles, tile)
     word = tl.load(table + segment)
     address = tl.load(table + segment_count + segment)
+    if LIVE:
+        # Each segment by the program of its first tile.
+        tl.store(live + segment, 1, mask=(first == 0) & (word >> 1 != 0) & (tl.load(scale) != 0))
     for CODE in tl.static_range(1, 4):
         if word >> 1 == CODE:
             if count < TILE:
@@ -163,6 +188,33 @@ def _fold_tile(
     return total
 
 
+@triton.jit(do_not_specialize=["segment_count"])
+def found_inf_tiles(found_inf, tiles, table, segment_count, BLOCK: tl.constexpr):
+    segment, first, _, count = tile_row(tiles, tl.program_id(0).to(tl.int64))
+    code = tl.load(table + segment) >> 1
+    address = tl.load(table + segment_count + segment)
+    for CODE in tl.static_range(1, 4):
+        if code == CODE:
+            if count < TILE:
+                largest = _largest_of_tile(address, first, count, CODE, TAIL, BLOCK)
+            elif not is_aligned(address, CODE):
+                largest = _largest_of_tile(address, first, TILE, CODE, LOOSE, BLOCK)
+            else:
+                largest = _largest_of_tile(address, first, TILE, CODE, WHOLE, BLOCK)
+            if largest >= 0x7F800000:
+                tl.store(found_inf, 1.0)  # whoever stores, stores the same
+
+
+@triton.jit
+def _largest_of_tile(address, first, count, CODE: tl.constexpr, PATH: tl.constexpr, BLOCK: tl.constexpr):
+    """The bits of the largest magnitude as float32, where infinity is above what is finite, and NaNs above that."""
+    largest = tl.zeros((BLOCK,), tl.int32)
+    for done in range(0, count, BLOCK):
+        values = load_block(pointer(address, first + done, CODE, PATH), count - done, CODE, PATH, BLOCK)
+        largest = tl.maximum(largest, values.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    return tl.max(largest)
+
+
 @triton.jit
 def sum_stale_tiles(flat, partials, marks, tiles, BLOCK: tl.constexpr):
     tile = tl.program_id(0).to(tl.int64)
@@ -205,17 +257,24 @@ def close(
     scalars,
     steps,
     marks,
+    live,
     total,
     divisor,
     max_norm: tl.float64,
     segment_count,
     CLIP: tl.constexpr,
+    SKIP_NONFINITE: tl.constexpr,
+    LIVE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     by = tl.load(divisor)
-    skip = by == 0
-    by = tl.where(skip, 1.0, by)
-    norm = tl.sqrt(tl.load(total)) / by
+    square = tl.load(total)
+    empty = by == 0
+    skip = empty
+    if SKIP_NONFINITE:
+        skip |= not (tl.abs(square) < float("inf"))
+    by = tl.where(empty, 1.0, by)
+    norm = tl.sqrt(square) / by
     multiplier = 1.0 / by
     if CLIP:
         factor = max_norm / (norm + 1e-6)
@@ -223,12 +282,14 @@ def close(
         multiplier *= tl.where(factor > 1, 1.0, factor)
     tl.store(scalars, tl.where(skip, 0.0, multiplier).to(tl.float32))
     tl.store(scalars + 1, skip.to(tl.float32))
-    tl.store(scalars + 2, tl.where(skip, 0.0, norm).to(tl.float32))
+    tl.store(scalars + 2, tl.where(empty, 0.0, norm).to(tl.float32))
     for done in range(0, segment_count, BLOCK):
         segment = done + tl.arange(0, BLOCK)
         inside = segment < segment_count
-        touched = (tl.load(marks + segment, mask=inside, other=0) & TOUCHED) != 0
-        tl.store(steps + segment, tl.load(steps + segment, mask=inside) + 1, mask=inside & touched & (not skip))
+        counted = (tl.load(marks + segment, mask=inside, other=0) & TOUCHED) != 0
+        if LIVE:
+            counted &= tl.load(live + segment, mask=inside, other=0) != 0
+        tl.store(steps + segment, tl.load(steps + segment, mask=inside) + 1, mask=inside & counted & (not skip))
 
 
 # What only scales
@@ -254,11 +315,11 @@ def _rescale_tile(flat, start, count, factor, PATH: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit(do_not_specialize=["segment_count"])
-def emit_tiles(flat, tiles, scalars, table, segment_count, BLOCK: tl.constexpr):
+def emit_tiles(flat, live, tiles, scalars, table, segment_count, LIVE: tl.constexpr, BLOCK: tl.constexpr):
     segment, first, start, count = tile_row(tiles, tl.program_id(0).to(tl.int64))
     word = tl.load(table + segment)
     address = tl.load(table + segment_count + segment)
-    if ((word & TOUCHED) != 0) & (tl.load(scalars + 1) == 0):
+    if counts(word, live, segment, LIVE) & (tl.load(scalars + 1) == 0):
         for CODE in tl.static_range(1, 4):
             if word >> 1 == CODE:
                 if (count == TILE) & is_aligned(address, CODE):

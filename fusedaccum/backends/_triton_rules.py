@@ -14,8 +14,8 @@ from fusedaccum.backends._triton_kernels import (
     TAIL,
     TAIL_BLOCK,
     TILE,
-    TOUCHED,
     WHOLE,
+    counts,
     is_aligned,
     load_block,
     pointer,
@@ -87,6 +87,7 @@ def _zero_tile(flat, start, count):
 @triton.jit(do_not_specialize=["segment_count"])
 def adam_tiles(
     flat,
+    live,
     tiles,
     scalars,
     steps,
@@ -95,6 +96,7 @@ def adam_tiles(
     table,
     segment_count,
     KINDS: tl.constexpr,
+    LIVE: tl.constexpr,
     ZERO: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -102,7 +104,7 @@ def adam_tiles(
     segment, first, start, count = tile_row(tiles, tl.program_id(0).to(tl.int64))
     entry = table + segment
     word = tl.load(entry)
-    if (word & TOUCHED) != 0:
+    if counts(word, live, segment, LIVE):
         if tl.load(scalars + 1) == 0:
             row = hyper + 8 * tl.load(groups + segment)
             step = tl.load(steps + segment).to(tl.int32)
@@ -181,6 +183,7 @@ def _adam_tile(
 @triton.jit(do_not_specialize=["segment_count"])
 def sgd_tiles(
     flat,
+    live,
     tiles,
     scalars,
     steps,
@@ -189,6 +192,7 @@ def sgd_tiles(
     table,
     segment_count,
     KINDS: tl.constexpr,
+    LIVE: tl.constexpr,
     ZERO: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -196,7 +200,7 @@ def sgd_tiles(
     segment, first, start, count = tile_row(tiles, tl.program_id(0).to(tl.int64))
     entry = table + segment
     word = tl.load(entry)
-    if (word & TOUCHED) != 0:
+    if counts(word, live, segment, LIVE):
         if tl.load(scalars + 1) == 0:
             row = hyper + 6 * tl.load(groups + segment)
             step = tl.load(steps + segment)

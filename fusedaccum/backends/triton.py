@@ -1,8 +1,9 @@
 """The operators as Triton kernels: any GPU that Triton supports, and Triton's interpreter on the CPU.
 
-Each operator is one launch over all tiles of all segments (the norm has a second stage) and one copy to the device, of
-what the host alone knows: which segments are touched, where their tensors are and of which dtype. The copy comes from
-pinned memory, so that nothing waits for the device. See `fusedaccum.ops` for what the arguments are.
+Each operator is one launch over all tiles of all segments (the norm has a second stage, and torch zeroes the result of
+`found_inf` first) and one copy to the device, of what the host alone knows: which segments are touched, where their
+tensors are and of which dtype. The copy comes from pinned memory, so that nothing waits for the device. See
+`fusedaccum.ops` for what the arguments are.
 """
 
 from __future__ import annotations
@@ -46,27 +47,39 @@ def fold(
     flat: Tensor,
     partials: Tensor,
     marks: Tensor,
+    live: Tensor | None,
     segments: Tensor,
     tiles: Tensor,
     grads: Sequence[Tensor | None],
     scale: Tensor,
     norm: bool,
 ) -> None:
-    check.plan("fold", flat, marks, segments, tiles)
+    check.plan("fold", flat, marks, segments, tiles, live)
     check.one("fold", "partials", partials, torch.float64, (tiles.shape[0],), flat.device)
     check.one("fold", "scale", scale, torch.float32, (1,), flat.device)
     check.listed("fold", "grads", grads, flat, segments, absent="None")
 
     # A kernel reads memory, not the mark of a lazily negated tensor.
     grads = [grad.resolve_neg() if grad is not None and grad.is_neg() else grad for grad in grads]
-    codes = [0 if grad is None else _CODES[grad.dtype] for grad in grads]
-    addresses = [0 if grad is None else grad.data_ptr() for grad in grads]
-    words = _words(codes, marks)
-    arguments = (flat, partials, tiles, _to_device("fold", words + addresses, flat), len(words), scale)
-    _launch(kernels.fold_tiles, tiles.shape[0], *arguments, NORM=bool(norm), BLOCK=BLOCK)
+    table = _gradients("fold", grads, marks, flat)
+    pointer, has_live = _switch(live, flat)
+    arguments = (flat, partials, pointer, tiles, table, len(grads), scale)
+    _launch(kernels.fold_tiles, tiles.shape[0], *arguments, LIVE=has_live, NORM=bool(norm), BLOCK=BLOCK)
     present = torch.tensor([grad is not None for grad in grads], dtype=torch.bool, device="cpu")
     marks.masked_fill_(present, TOUCHED | FRESH if norm else TOUCHED)
-    torch.autograd.graph.increment_version([flat, partials])
+    torch.autograd.graph.increment_version([flat, partials] if live is None else [flat, partials, live])
+
+
+def found_inf(
+    flat: Tensor, marks: Tensor, segments: Tensor, tiles: Tensor, grads: Sequence[Tensor | None], found_inf: Tensor
+) -> None:
+    check.plan("found_inf", flat, marks, segments, tiles)
+    check.listed("found_inf", "grads", grads, flat, segments, absent="None")
+    check.one("found_inf", "found_inf", found_inf, torch.float32, (1,), flat.device)
+
+    table = _gradients("found_inf", grads, marks, flat)
+    found_inf.zero_()
+    _launch(kernels.found_inf_tiles, tiles.shape[0], found_inf, tiles, table, len(grads), BLOCK=BLOCK)
 
 
 def square_total(flat: Tensor, partials: Tensor, marks: Tensor, segments: Tensor, tiles: Tensor, total: Tensor) -> None:
@@ -83,13 +96,22 @@ def square_total(flat: Tensor, partials: Tensor, marks: Tensor, segments: Tensor
 
 
 def close_window(
-    scalars: Tensor, steps: Tensor, marks: Tensor, total: Tensor, divisor: Tensor, max_norm: float
+    scalars: Tensor,
+    steps: Tensor,
+    marks: Tensor,
+    live: Tensor | None,
+    total: Tensor,
+    divisor: Tensor,
+    max_norm: float,
+    skip_nonfinite: bool,
 ) -> None:
-    check.window("close_window", scalars, steps, marks, total, divisor)
+    check.window("close_window", scalars, steps, marks, live, total, divisor)
 
-    clip = max_norm != float("inf")
-    arguments = (scalars, steps, _to_device("close_window", marks, scalars), total, divisor, max_norm, marks.numel())
-    _launch(kernels.close, 1, *arguments, CLIP=clip, BLOCK=SUM_BLOCK)
+    known = _to_device("close_window", marks, scalars)
+    pointer, has_live = _switch(live, scalars)
+    constants = {"CLIP": max_norm != float("inf"), "SKIP_NONFINITE": bool(skip_nonfinite), "LIVE": has_live}
+    arguments = (scalars, steps, known, pointer, total, divisor, max_norm, marks.numel())
+    _launch(kernels.close, 1, *arguments, **constants, BLOCK=SUM_BLOCK)
     torch.autograd.graph.increment_version([scalars, steps])
 
 
@@ -104,21 +126,29 @@ def rescale(flat: Tensor, marks: Tensor, segments: Tensor, tiles: Tensor, factor
 
 
 def emit(
-    flat: Tensor, marks: Tensor, segments: Tensor, tiles: Tensor, scalars: Tensor, grads: Sequence[Tensor]
+    flat: Tensor,
+    marks: Tensor,
+    live: Tensor | None,
+    segments: Tensor,
+    tiles: Tensor,
+    scalars: Tensor,
+    grads: Sequence[Tensor],
 ) -> None:
-    check.plan("emit", flat, marks, segments, tiles)
+    check.plan("emit", flat, marks, segments, tiles, live)
     check.one("emit", "scalars", scalars, torch.float32, (3,), flat.device)
     check.listed("emit", "grads", grads, flat, segments, absent="empty", marks=marks)
 
     words, addresses = _listed([grads], marks)
-    arguments = (flat, tiles, scalars, _to_device("emit", words + addresses, flat), len(words))
-    _launch(kernels.emit_tiles, tiles.shape[0], *arguments, BLOCK=BLOCK)
+    pointer, has_live = _switch(live, flat)
+    arguments = (flat, pointer, tiles, scalars, _to_device("emit", words + addresses, flat), len(words))
+    _launch(kernels.emit_tiles, tiles.shape[0], *arguments, LIVE=has_live, BLOCK=BLOCK)
     torch.autograd.graph.increment_version(list(grads))
 
 
 def adam(
     flat: Tensor,
     marks: Tensor,
+    live: Tensor | None,
     segments: Tensor,
     tiles: Tensor,
     scalars: Tensor,
@@ -132,7 +162,7 @@ def adam(
     masters: Sequence[Tensor],
     zero: bool,
 ) -> None:
-    check.plan("adam", flat, marks, segments, tiles)
+    check.plan("adam", flat, marks, segments, tiles, live)
     check.update("adam", flat, segments, scalars, steps, groups, hyper, ADAM_COLUMNS)
     check.listed("adam", "params", params, flat, segments, absent="empty", marks=marks)
     check.listed("adam", "exp_avgs", exp_avgs, flat, segments, absent="empty", marks=marks)
@@ -141,12 +171,13 @@ def adam(
     check.listed("adam", "masters", masters, flat, segments, check.SINGLE, absent="empty")
 
     lists = [params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters]
-    _step("adam", rules.adam_tiles, flat, marks, tiles, scalars, steps, groups, hyper, lists, zero)
+    _step("adam", rules.adam_tiles, flat, marks, live, tiles, scalars, steps, groups, hyper, lists, zero)
 
 
 def sgd(
     flat: Tensor,
     marks: Tensor,
+    live: Tensor | None,
     segments: Tensor,
     tiles: Tensor,
     scalars: Tensor,
@@ -158,14 +189,14 @@ def sgd(
     masters: Sequence[Tensor],
     zero: bool,
 ) -> None:
-    check.plan("sgd", flat, marks, segments, tiles)
+    check.plan("sgd", flat, marks, segments, tiles, live)
     check.update("sgd", flat, segments, scalars, steps, groups, hyper, SGD_COLUMNS)
     check.listed("sgd", "params", params, flat, segments, absent="empty", marks=marks)
     check.listed("sgd", "momentum_buffers", momentum_buffers, flat, segments, absent="empty")
     check.listed("sgd", "masters", masters, flat, segments, check.SINGLE, absent="empty")
 
     lists = [params, momentum_buffers, masters]
-    _step("sgd", rules.sgd_tiles, flat, marks, tiles, scalars, steps, groups, hyper, lists, zero)
+    _step("sgd", rules.sgd_tiles, flat, marks, live, tiles, scalars, steps, groups, hyper, lists, zero)
 
 
 def _step(
@@ -173,6 +204,7 @@ def _step(
     kernel: triton.JITFunction,
     flat: Tensor,
     marks: Tensor,
+    live: Tensor | None,
     tiles: Tensor,
     scalars: Tensor,
     steps: Tensor,
@@ -183,10 +215,11 @@ def _step(
 ) -> None:
     words, addresses = _listed(lists, marks)
     table = _to_device(op, words + addresses, flat)
-    arguments = (flat, tiles, scalars, steps, groups, hyper, table, len(words))
+    pointer, has_live = _switch(live, flat)
+    arguments = (flat, pointer, tiles, scalars, steps, groups, hyper, table, len(words))
     kinds = _kinds(op, words)
     if kinds:
-        _launch(kernel, tiles.shape[0], *arguments, KINDS=kinds, ZERO=bool(zero), BLOCK=BLOCK)
+        _launch(kernel, tiles.shape[0], *arguments, KINDS=kinds, LIVE=has_live, ZERO=bool(zero), BLOCK=BLOCK)
     written = [tensor for tensors in lists for tensor in tensors]
     torch.autograd.graph.increment_version([flat, *written] if zero else written)
 
@@ -200,6 +233,18 @@ def _kinds(op: str, words: list[int]) -> tuple[int, ...]:
     """The kinds that a kernel must have code for, in an order of their own: one compilation for each set of them."""
     kinds = {word >> 1 for word in set(words) if word & TOUCHED}
     return tuple(sorted(kinds | {kind & ~(3 << 2 * _OPTIONAL[op]) for kind in kinds}))
+
+
+def _switch(live: Tensor | None, other: Tensor) -> tuple[Tensor, bool]:
+    """What a kernel takes as `live`, which it does not look at where there is none, and LIVE."""
+    return (other, False) if live is None else (live, True)
+
+
+def _gradients(op: str, grads: Sequence[Tensor | None], marks: Tensor, leader: Tensor) -> Tensor:
+    """The table of gradients of which some are absent, whatever is touched."""
+    codes = [0 if grad is None else _CODES[grad.dtype] for grad in grads]
+    addresses = [0 if grad is None else grad.data_ptr() for grad in grads]
+    return _to_device(op, _words(codes, marks) + addresses, leader)
 
 
 def _listed(lists: list[Sequence[Tensor]], marks: Tensor) -> tuple[list[int], list[int]]:
