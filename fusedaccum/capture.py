@@ -107,6 +107,8 @@ class Graphs:
             return "only the fused update can be; use AdamW, Adam or SGD and update='auto'"
         if weighted:
             return "item counts are given, which the host reads; leave mean_of and sum_of out"
+        if window.nonfinite.looks:
+            return f"nonfinite={window.nonfinite.policy!r} looks at every micro-batch; use 'propagate' or 'skip_window'"
         if eager := window.pending - self.in_capture:
             return f"the open window holds {eager} eager micro-batches; flush() or reset() before the capture"
         if len({p.device for p in parameters(window.optimizer)}) > 1:

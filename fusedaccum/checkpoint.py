@@ -37,7 +37,7 @@ def save(window: Window) -> dict[str, Any]:
         buffer, k = window.place.get(p, (None, 0))
         if buffer is None:
             continue
-        if pending and buffer.is_touched(k):
+        if pending and buffer.holds_sum(k):
             view = window.undivided(buffer.view(k))
             # The end of the window zeroes such a buffer, also the one that loading begins with.
             sums[i] = view.clone() if buffer.keeps_zero else view
@@ -50,8 +50,9 @@ def save(window: Window) -> dict[str, Any]:
         "reduction": window.options.reduction,
         "mode": window.mode if pending else None,
         "items": window.items,
+        "kept": None if window.nonfinite.kept is None else float(window.nonfinite.kept),
         "updates": window.updates,
-        "skipped_windows": window.skipped_windows,
+        "skipped_windows": window.counts.skipped_windows,
         "skipped_micro_batches": window.skipped_micro_batches,
         "sums": sums,
         "masters": masters,
@@ -165,6 +166,7 @@ def _take_counts(window: Window, saved: dict[str, Any]) -> None:
     window.items = items.clone() if isinstance(items, Tensor) else float(items)
     window.mode = saved["mode"]
     window.pending = saved["pending"]
+    window.nonfinite.resume(saved.get("kept"), window.pending)
     window.saved = True
     if not window.pending:
         return
@@ -215,7 +217,7 @@ def pack(window: Window) -> dict[str, Any]:
         "window": save(window),
         "announced": window.announced,
         "grad_norm": window.grad_norm,
-        "updated": window.updated,
+        "updated": window.counts.updated,
         "closed": window.closed,
     }
 

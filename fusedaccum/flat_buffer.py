@@ -198,6 +198,12 @@ class FlatBuffer:
         self._scale_in_graph = True
         return self._scale
 
+    def found_inf(self, grads: list[Tensor | None]) -> Tensor:
+        """1.0 where an element of a gradient is not finite, else 0.0: float32[1] on this device, new for each call."""
+        found = torch.empty(1, dtype=torch.float32, device=self.device)
+        self.backend.found_inf(self.flat, self.marks, self.segments, self.tiles, self.readable(list(grads)), found)
+        return found
+
     def square_total(self) -> Tensor:
         """The sum of squares of what this window holds: float64[1] on this device, reused by the next call."""
         self.backend.square_total(self.flat, self.partials, self.marks, self.segments, self.tiles, self.total)
@@ -234,6 +240,17 @@ class FlatBuffer:
         self.view(k).copy_(values)
         self.marks[k] = TOUCHED
         self.touched = True
+        if self.live is not None:
+            self.live[k] = 1
+
+    def keep_live(self) -> None:
+        """Have the device note which segments were folded into: what it skips, the host does not know."""
+        if self.live is None:
+            self.live = torch.zeros(len(self.params), dtype=torch.uint8, device=self.device)
+
+    def holds_sum(self, k: int) -> bool:
+        """Whether segment k holds a sum of this window, skipped folds left out. Waits for the device if it must."""
+        return self.is_touched(k) and (self.live is None or bool(self.live[k]))
 
     def is_touched(self, k: int) -> bool:
         """Whether segment k holds a sum of this window."""
@@ -249,5 +266,7 @@ class FlatBuffer:
             for view in list(self._views):
                 view.zero_()
         self.was_zeroed = False
+        if self.live is not None:
+            self.live.zero_()
         self.marks.zero_()
         self.touched = False

@@ -41,6 +41,8 @@ def carry(old: list[FlatBuffer], new: list[FlatBuffer]) -> None:
     for buffer in old:
         for k in buffer.touched_segments() if buffer not in new else ():
             target, j = place.get(buffer.params[k], (None, 0))
+            if not buffer.holds_sum(k):
+                continue
             if target is None or target.shapes[j] != buffer.shapes[k]:
                 lost += 1
             else:
@@ -54,22 +56,24 @@ def carry(old: list[FlatBuffer], new: list[FlatBuffer]) -> None:
         )
 
 
-def fold(window: Window, scale: float | Tensor, norm: bool) -> None:
+def fold(window: Window, scale: float | Tensor, norm: bool) -> Tensor | None:
     """Fold every `p.grad` and set it to None. Raises before anything is changed.
 
-    scale: a number or a tensor of one element. norm: leave the partial sums of the norm behind.
+    scale: a number or a tensor of one element. norm: leave the partial sums of the norm behind. Returns 1 or 0, whether
+    the gradients were folded, where only the device knows.
     """
     moved = follow(window, thorough=False)
     # After a move a gradient may be of another shape; on a second device it must be refused before the first is folded.
     if moved or len(window.buffers) > 1:
         repair(window)
     try:
-        _fold_all(window.buffers, scale, norm)
+        kept = _fold_all(window, scale, norm)
     except RuntimeError:
         if not repair(window):
             raise
-        _fold_all(window.buffers, scale, norm)
+        kept = _fold_all(window, scale, norm)
     discard(window.params)
+    return kept
 
 
 def discard(params: list[Tensor]) -> None:
@@ -91,9 +95,14 @@ def follow(window: Window, thorough: bool) -> bool:
     return False
 
 
-def _fold_all(buffers: list[FlatBuffer], scale: float | Tensor, norm: bool) -> None:
-    for buffer in buffers:
-        buffer.fold([p.grad for p in buffer.params], scale, norm)
+def _fold_all(window: Window, scale: float | Tensor, norm: bool) -> Tensor | None:
+    grads = [[p.grad for p in buffer.params] for buffer in window.buffers]
+    kept = window.nonfinite.look(window, grads) if window.nonfinite.looks else None
+    if kept is not None:
+        scale = kept * (scale.to(kept.device) if isinstance(scale, Tensor) else scale)
+    for buffer, given in zip(window.buffers, grads, strict=True):
+        buffer.fold(given, scale, norm)
+    return kept
 
 
 def repair(window: Window) -> bool:

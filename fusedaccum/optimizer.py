@@ -54,6 +54,10 @@ class FusedAccumOptimizer(Optimizer):
     steps: micro-batches per window, an int of at least 1. Set later, it holds from the next window.
     reduction: "mean" updates with the mean of the window's gradients, "sum" with their sum.
     max_norm: clip the window's gradient to this global L2 norm (`torch.nn.utils.clip_grad_norm_`), on the device.
+    nonfinite: what infinities and NaNs in gradients lead to. "propagate": they reach the parameters, as elsewhere.
+        "skip_window": the window they are in updates nothing. "skip_micro": their micro-batch is left out, and the
+        window's mean is that of the others. "raise": FloatingPointError from that very step(), which waits for the
+        device, with the window as it was.
     update: "fused" runs our kernel, for exactly AdamW, Adam and SGD over float32, bfloat16 and float16 parameters that
         share no storage; "wrapped" runs `optimizer.step()` on the mean gradient rounded once to each parameter's dtype;
         "auto" takes the first where it is possible.
@@ -63,7 +67,7 @@ class FusedAccumOptimizer(Optimizer):
         is not seen.
     backend: "auto", "compiled", "triton" or "reference".
 
-    fold, nonfinite, rounding, amp_scaling, fold_every, bucket_mb, process_group, wire_dtype, shard: only their defaults
+    fold, rounding, amp_scaling, fold_every, bucket_mb, process_group, wire_dtype, shard: only their defaults
     are supported.
 
     Memory: 4 bytes per parameter that can get a gradient, from the first `step()` on; masters and moments as asked for.
@@ -84,6 +88,7 @@ class FusedAccumOptimizer(Optimizer):
         *,
         reduction: str = "mean",
         max_norm: float | None = None,
+        nonfinite: str = "propagate",
         update: str = "auto",
         state_dtype: torch.dtype | None = None,
         master_weights: bool = False,
@@ -96,6 +101,7 @@ class FusedAccumOptimizer(Optimizer):
         chosen = check_options(
             reduction=reduction,
             max_norm=max_norm,
+            nonfinite=nonfinite,
             update=update,
             state_dtype=state_dtype,
             master_weights=master_weights,
@@ -252,7 +258,7 @@ class FusedAccumOptimizer(Optimizer):
     @property
     def updated(self) -> bool:
         """Whether the last `step()` or `flush()` changed the parameters; False after `reset()` and loading."""
-        return self._window.updated
+        return self._window.counts.updated
 
     @property
     def will_update(self) -> bool:
@@ -261,12 +267,12 @@ class FusedAccumOptimizer(Optimizer):
 
     @property
     def skipped_windows(self) -> int:
-        """Windows closed without an update because their item counts were all zero."""
-        return self._window.skipped_windows
+        """Windows without an update: not finite under a policy that skips, or with item counts that were all zero."""
+        return self._window.counts.skipped_windows
 
     @property
     def skipped_micro_batches(self) -> int:
-        """Micro-batches left out of their window for gradients that were not finite: 0 with nonfinite="propagate"."""
+        """Micro-batches left out of their window by nonfinite="skip_micro"."""
         return self._window.skipped_micro_batches
 
     @property

@@ -19,7 +19,6 @@ NAME = "FusedAccumOptimizer"
 # Options whose only value in this version is the default: (default, what the others would do).
 NOT_YET = {
     "fold": ("step", "folding gradients as they appear in the backward"),
-    "nonfinite": ("propagate", "skipping or raising on non-finite gradients"),
     "rounding": ("nearest", "stochastic rounding of bfloat16 parameters"),
     "amp_scaling": (False, "unscaling inside the fold"),
     "fold_every": (1, "folding several micro-batches in one pass"),
@@ -36,6 +35,7 @@ class Options:
 
     reduction: str = "mean"
     max_norm: float | None = None
+    nonfinite: str = "propagate"
     update: str = "auto"
     state_dtype: torch.dtype | None = None
     master_weights: bool = False
@@ -54,6 +54,7 @@ def check_options(**options: Any) -> Options:
             raise TypeError(f"{NAME}: unknown option {name!r}; the options are {sorted([*known, *NOT_YET])}")
     checked = Options(**options)
     _one_of("reduction", checked.reduction, ("mean", "sum"))
+    _one_of("nonfinite", checked.nonfinite, ("propagate", "skip_window", "skip_micro", "raise"))
     _one_of("update", checked.update, ("auto", "fused", "wrapped"))
     _one_of("backend", checked.backend, ("auto", *NAMES))
     _one_of("state_dtype", checked.state_dtype, (None, *FLOAT_DTYPES))

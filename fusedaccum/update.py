@@ -255,7 +255,10 @@ class WrappedUpdate:
             buffer.flat, buffer.marks, buffer.live, buffer.segments, buffer.tiles, buffer.scalars, grads
         )
         held = []
+        live = [1] * len(grads) if buffer.live is None else buffer.live.tolist()
         for k in segments:
+            if not live[k]:  # all its gradients were left out: as one without a gradient
+                continue
             param, grad = buffer.params[k], grads[k]
             if param.is_complex():
                 grad = torch.view_as_complex(grad.view(-1, 2))

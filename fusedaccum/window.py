@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fusedaccum import capture, folding
+from fusedaccum.counts import Counts
 from fusedaccum.flat_buffer import FlatBuffer
+from fusedaccum.nonfinite import NonFinite
 from fusedaccum.notices import warn_low_precision, warn_open_window
 from fusedaccum.options import NAME, Options, as_float64, check_params, parameters
 from fusedaccum.rules import why_not_fused
@@ -37,18 +39,14 @@ class Window:
         self.mode: str | None = None
         self.items: float | Tensor = 0.0
         self.announced: tuple[Any, Any] | None = None  # (mean_of, sum_of) that micro_batch() gave
-        self.skipped_micro_batches = 0
+        self.nonfinite = NonFinite(options.nonfinite)
+        self._skipped_micro_batches = 0
         self.buffers: list[FlatBuffer] = []
         self.place: dict[Tensor, tuple[FlatBuffer, int]] = {}
         self.graphs = capture.Graphs()
         self.closed = False
         self.saved = False  # whether the open window, as it is, was written out
-        self._updates = 0
-        self._skipped_windows = 0
-        # Updates that the device may have skipped and whose outcome nobody has read, and how many of them it skipped.
-        self._undecided = 0
-        self._undecided_skips: Tensor | None = None
-        self._updated: bool | Tensor = False  # of the last step() or flush(); a tensor is its skip flag
+        self.counts = Counts()
         self.params: list[Tensor] = []
         self._unplaced: list[Tensor] = []
         self._group_sizes: list[int] = []
@@ -120,6 +118,8 @@ class Window:
         self._group_sizes = [len(group["params"]) for group in self.optimizer.param_groups]
         for buffer in self.buffers:
             buffer.addresses = buffer.addresses_now()
+            if self.nonfinite.counts:
+                buffer.keep_live()
         self.warn_about_precision()
 
     # One micro-batch
@@ -144,11 +144,15 @@ class Window:
             self.graphs.check_eager(self)
         self.locate()
         last = self.pending + 1 >= length
+        kept = None
         if isinstance(items, float) and items == 0.0:
             folding.discard(self.params)
         else:
             with self.graphs.adding(self) if capturing else nullcontext():
-                folding.fold(self, scale, norm=last)
+                kept = folding.fold(self, scale, norm=last)
+        if kept is not None or self.nonfinite.kept is not None:
+            self.nonfinite.count(1.0 if kept is None else kept)
+            items = items if items is None or kept is None else items * kept
         if items is not None:
             self.items = self.items + as_float64(items, self.items)
         self.mode = WEIGHTED if weighted else PLAIN
@@ -156,7 +160,7 @@ class Window:
         if capturing:
             self.graphs.end_fold(self)
         self.pending += 1
-        self._updated = False
+        self.counts.nothing_updated()
         self.saved = False
 
     def check_mode(self, weighted: bool) -> None:
@@ -192,6 +196,8 @@ class Window:
         if self.graphs.captured:
             eager = self.pending - self.graphs.in_capture
             return self.graphs.divide(eager, self.length if self.options.reduction == "mean" else None)
+        if self.nonfinite.kept is not None:
+            return self.nonfinite.kept / self.length if self.options.reduction == "mean" else self.nonfinite.kept > 0
         return self.pending / self.length if self.options.reduction == "mean" else 1.0
 
     def close_window(self, pre_hooks: Callable[[], None], post_hooks: Callable[[], None]) -> None:
@@ -206,6 +212,8 @@ class Window:
         if self._skipped_here(touched):
             self.reset()
             return
+        if self.nonfinite.skips_windows and self.update.name == "wrapped" and self._is_skipped_now(touched):
+            return
         self._run_pre_hooks(pre_hooks, touched)
         if not self.pending and not self.graphs.captured:  # a hook has called reset() or close()
             return
@@ -218,7 +226,7 @@ class Window:
         self.update.apply(touched)
         on_device = self.graphs.captured > 0
         self.reset()
-        self._count(skip, on_device)
+        self.counts.window_closed(skip, counted_elsewhere=on_device)
         post_hooks()
 
     def _skipped_here(self, touched: list[FlatBuffer]) -> bool:
@@ -229,8 +237,19 @@ class Window:
         no_items = False
         if self.mode == WEIGHTED and (self.update.name == "wrapped" or not isinstance(self.items, Tensor)):
             no_items = bool(self.items == 0)
-        self._skipped_windows += no_items
+        if no_items:
+            self.counts.window_skipped()
         return no_items or not touched
+
+    def _is_skipped_now(self, touched: list[FlatBuffer]) -> bool:
+        """Whether a wrapped update is left out, and its window closed: the optimizer is not called, nor any hook."""
+        self._divisor = self.divisor()
+        self._set_scalars(touched)
+        skipped = bool(touched[0].scalars[1])
+        if skipped:
+            self.reset()
+            self.counts.window_skipped()
+        return skipped
 
     def _run_pre_hooks(self, pre_hooks: Callable[[], None], touched: list[FlatBuffer]) -> None:
         """What the hooks saw of the buffer they may have edited, so its norm is taken again."""
@@ -300,24 +319,13 @@ class Window:
             total = total + buffer.square_total().to(first.device)
         max_norm = math.inf if self.options.max_norm is None else float(self.options.max_norm)
         for buffer in touched:
-            buffer.close_window(total.to(buffer.device), self._divisor, max_norm)
+            buffer.close_window(total.to(buffer.device), self._divisor, max_norm, self.nonfinite.skips_windows)
         self._norm = first.scalars[2]
-        on_device = isinstance(self._divisor, Tensor) and self.update.name == "fused" and not capture.is_capturing()
+        undecided = isinstance(self._divisor, Tensor) or self.nonfinite.skips_windows
+        on_device = undecided and self.update.name == "fused" and not capture.is_capturing()
         if self.graphs.captured:
             self.graphs.count_update(first.scalars)
         return first.scalars[1].long() if on_device else None
-
-    def _count(self, skip: Tensor | None, on_device: bool) -> None:
-        """on_device: the window held captured folds, and the device has counted the update."""
-        if on_device:
-            self._updated = False if skip is None else skip
-        elif skip is None:
-            self._updates += 1
-            self._updated = True
-        else:
-            self._undecided += 1
-            self._undecided_skips = skip if self._undecided_skips is None else self._undecided_skips + skip
-            self._updated = skip
 
     def reset(self) -> None:
         """Drop what the window holds and begin the next."""
@@ -326,18 +334,19 @@ class Window:
         self.pending = 0
         self.mode = None
         self.items = 0.0
+        self.nonfinite.begin_window()
         self.length = self.steps
         if self.graphs.begin_window(self.buffers):
             self.length, self.mode = self.graphs.length, PLAIN
         self.announced = None
-        self._updated = False
+        self.counts.nothing_updated()
 
     def nothing_to_flush(self) -> bool:
         """Whether the window is empty, which makes this call one that updated nothing."""
         self.graphs.leave(self)
         empty = not self.pending and not self.graphs.captured
         if empty:
-            self._updated = False
+            self.counts.nothing_updated()
         return empty
 
     def release(self) -> None:
@@ -355,17 +364,12 @@ class Window:
 
     @property
     def updates(self) -> int:
-        self._read_verdicts()
-        return self._updates + self.graphs.counted_updates()
+        return self.counts.updates + self.graphs.counted_updates()
 
     @property
-    def skipped_windows(self) -> int:
-        self._read_verdicts()
-        return self._skipped_windows
-
-    @property
-    def updated(self) -> bool:
-        return not bool(self._updated) if isinstance(self._updated, Tensor) else self._updated
+    def skipped_micro_batches(self) -> int:
+        self._skipped_micro_batches += self.nonfinite.read_skipped()
+        return self._skipped_micro_batches
 
     @property
     def grad_norm(self) -> float | None:
@@ -376,22 +380,16 @@ class Window:
         self.graphs.leave(self)
         return self.pending + 1 >= (self.length if self.pending or self.graphs.captured else self.steps)
 
-    def _read_verdicts(self) -> None:
-        if self._undecided_skips is not None:
-            skipped = int(self._undecided_skips)
-            self._skipped_windows += skipped
-            self._updates += self._undecided - skipped
-            self._undecided, self._undecided_skips = 0, None
-
     def set_counts(self, updates: int, skipped_windows: int, skipped_micro_batches: int) -> None:
         """Set what was counted, when a state is loaded."""
-        self._undecided, self._undecided_skips = 0, None
-        self._updates, self._skipped_windows, self._updated = updates, skipped_windows, False
-        self.skipped_micro_batches = skipped_micro_batches
+        self.counts.set(updates, skipped_windows)
+        self.nonfinite.read_skipped()
+        self._skipped_micro_batches = skipped_micro_batches
 
     def resume(self, steps: int, announced: Any, grad_norm: float | None, updated: bool) -> None:
         """What a copy of a wrapper has beyond a saved window."""
-        self.steps, self.announced, self._updated = steps, announced, updated
+        self.steps, self.announced = steps, announced
+        self.counts.set(self.counts.updates, self.counts.skipped_windows, updated)
         self._norm = None if grad_norm is None else torch.tensor(grad_norm, device="cpu")
 
     def __del__(self) -> None:

@@ -22,7 +22,7 @@ META = torch.device("meta")
 calls: list[str] = []
 
 
-def fold(flat, partials, marks, segments, tiles, grads, scale, norm):
+def fold(flat, partials, marks, live, segments, tiles, grads, scale, norm):
     calls.append("fold")
     for k, grad in enumerate(grads):
         if grad is not None:
@@ -42,7 +42,7 @@ BACKEND = SimpleNamespace(
     __name__="device",
     fold=fold,
     square_total=square_total,
-    **{name: nothing(name) for name in ("close_window", "rescale", "emit", "adam", "sgd")},
+    **{name: nothing(name) for name in ("found_inf", "close_window", "rescale", "emit", "adam", "sgd")},
 )
 
 
@@ -82,6 +82,8 @@ OPTIONS = {
     "masters": {"master_weights": True},
     "bf16 moments": {"state_dtype": torch.bfloat16},
     "sum": {"reduction": "sum"},
+    "skip_window": {"nonfinite": "skip_window", "max_norm": 1.0},
+    "skip_micro": {"nonfinite": "skip_micro", "max_norm": 1.0},
 }
 ITEMS = {
     "no counts": lambda: {},
@@ -125,7 +127,8 @@ def test_a_window_waits_for_nothing(make, options, items):
         run(make, OPTIONS[options], ITEMS[items], dtype)
     assert copies.blocking == []
     update = MAKERS[make][2]
-    assert calls == (["fold"] * 3 + ["square_total", "close_window", update]) * 2
+    micro_batch = ["found_inf", "fold"] if options == "skip_micro" else ["fold"]
+    assert calls == (micro_batch * 3 + ["square_total", "close_window", update]) * 2
 
 
 @pytest.mark.parametrize("tensor_lr", [False, True])

@@ -61,6 +61,7 @@ void check_one_fold(Checks& checks, const Device& device, Window& w, const Tenso
   const std::vector<uint8_t> old_marks = w.marks;
   std::vector<double> partials(w.tiles.size(), -1);
   const std::vector<Elements> lists = elements_of(grads);
+  w.live.assign(norm ? w.count() : 0, 0);
   cuda::fold(device, w.buffer(), lists.data(), scales.data(), norm ? partials.data() : nullptr);
   for (int64_t k = 0; k < w.count(); ++k)
     if (!grads[k].absent()) w.marks[k] = uint8_t(kTouched | (norm ? kFresh : 0));
@@ -71,7 +72,29 @@ void check_one_fold(Checks& checks, const Device& device, Window& w, const Tenso
     const float g = float(grads[k].get(i));
     return first ? scale * g : std::fma(scale, g, old);
   });
+  for (int64_t k = 0; k < int64_t(w.live.size()); ++k)
+    checks.equal(w.live[k], !grads[k].absent() && w.numel[k] > 0 && scale != 0, "live", k, 0);
+  w.live.clear();
   if (norm) check_partials(checks, w, partials, grads);
+}
+
+// Clean gradients, then one element that is not finite, at the end of every third tensor in turn.
+void check_found_inf(Checks& checks, const Device& device, const Window& w, Random& random) {
+  checks.op = "found_inf";
+  Tensors grads = make_gradients(w, random, 1);
+  std::vector<float> found(1, 7);
+  cuda::found_inf(device, w.buffer(), elements_of(grads).data(), found.data());
+  checks.equal(found[0], 0, "found_inf", -1, 0);
+  const float values[] = {INFINITY, -INFINITY, NAN};
+  for (int64_t k = 0; k < w.count(); k += 3) {
+    if (grads[k].absent() || w.numel[k] == 0) continue;
+    const int64_t at = k % 2 ? 0 : w.numel[k] - 1;
+    const float before = float(grads[k].get(at));
+    grads[k].set(at, values[k % 3]);
+    cuda::found_inf(device, w.buffer(), elements_of(grads).data(), found.data());
+    checks.equal(found[0], 1, "found_inf", k, at);
+    grads[k].set(at, before);
+  }
 }
 
 void check_fold(Checks& checks, const Device& device, Window& w, Random& random) {
@@ -127,23 +150,27 @@ void check_no_segments(Checks& checks, const Device& device) {
   checks.equal(total[0], 0, "total", -1, 0);
 }
 
-void check_one_close(Checks& checks, const Device& device, Window& w, double total, double divisor, double max_norm) {
+void check_one_close(Checks& checks, const Device& device, Window& w, double total, double divisor, double max_norm,
+                     bool skip_nonfinite = false) {
   checks.op = "close_window";
   const std::vector<double> totals(kTotal, total), divisors(1, divisor);
   std::vector<float> scalars(3, -1), steps(w.count(), 4);
-  cuda::close_window(device, w.marks.data(), w.count(), scalars.data(), steps.data(), totals.data(), divisors.data(),
-                     max_norm);
-  const bool skip = divisor == 0;
-  const double norm = skip ? 0 : std::sqrt(total) / divisor;
+  cuda::close_window(device, w.marks.data(), w.buffer().live, w.count(), scalars.data(), steps.data(), totals.data(),
+                     divisors.data(), max_norm, skip_nonfinite);
+  const bool skip = divisor == 0 || (skip_nonfinite && !std::isfinite(total));
+  const double norm = divisor == 0 ? 0 : std::sqrt(total) / divisor;
   const double clip = max_norm / (norm + 1e-6);
   const double factor = std::isinf(max_norm) || clip >= 1 ? 1 : clip;
   checks.equal(scalars[0], skip ? 0.0f : float(1 / divisor * factor), "multiplier", -1, 0);
   checks.equal(scalars[1], skip, "skip", -1, 1);
   checks.equal(scalars[2], float(norm), "norm", -1, 2);
-  for (int64_t k = 0; k < w.count(); ++k) checks.equal(steps[k], 4 + (w.touched(k) && !skip), "steps", k, 0);
+  for (int64_t k = 0; k < w.count(); ++k) checks.equal(steps[k], 4 + (w.counts(k) && !skip), "steps", k, 0);
 }
 
 void check_close_window(Checks& checks, const Device& device, Window& w, Random& random) {
+  w.touch(random, true);
+  for (const double total : {42.25, double(INFINITY), double(NAN)})
+    check_one_close(checks, device, w, total, 3, 1, true);
   w.touch(random);
   for (const double max_norm : {HUGE_VAL, 0.5, 100.0}) check_one_close(checks, device, w, 42.25, 3, max_norm);
   check_one_close(checks, device, w, NAN, 3, 0.5);
@@ -161,7 +188,7 @@ void check_rescale(Checks& checks, const Device& device, Window& w, Random& rand
 
 void check_emit(Checks& checks, const Device& device, Window& w, Random& random, bool skip) {
   checks.op = skip ? "emit, skipped" : "emit";
-  w.touch(random);
+  w.touch(random, true);
   Tensors grads = make_gradients(w, random, 0);
   std::vector<std::vector<char>> old;
   for (const Tensor& grad : grads) old.push_back(grad.bytes());
@@ -170,8 +197,8 @@ void check_emit(Checks& checks, const Device& device, Window& w, Random& random,
   cuda::emit(device, w.buffer(), scalars.data(), lists.data());
   checks.flat(w, before, [](int64_t, int64_t, float same) { return same; });
   for (int64_t k = 0; k < w.count(); ++k) {
-    if (skip || !w.touched(k)) checks.same(grads[k], old[k], "grads", k);
-    for (int64_t i = 0; !skip && w.touched(k) && i < grads[k].numel(); ++i)
+    if (skip || !w.counts(k)) checks.same(grads[k], old[k], "grads", k);
+    for (int64_t i = 0; !skip && w.counts(k) && i < grads[k].numel(); ++i)
       checks.equal(grads[k].get(i), rounded(before[w.offset[k] + i] * 0.3f, grads[k].dtype()), "grads", k, i);
   }
 }
@@ -183,6 +210,7 @@ void check_all(Checks& checks, const Device& device, const std::vector<int64_t>&
   check_fold_of_nothing(checks, device, zeros, random);
   check_square_total(checks, device, w, random, w.count());
   check_no_segments(checks, device);
+  check_found_inf(checks, device, w, random);
   check_close_window(checks, device, w, random);
   check_rescale(checks, device, w, random);
   for (const bool skip : {false, true}) check_emit(checks, device, w, random, skip);
@@ -202,6 +230,7 @@ void check_many(Checks& checks, const Device& device) {
   check_close_window(checks, device, marked, random);
   check_square_total(checks, device, w, random, w.count());
   check_rescale(checks, device, w, random);
+  check_found_inf(checks, device, folded, random);
   check_emit(checks, device, w, random, false);
   check_adam(checks, device, w, random, true, true);
   check_sgd(checks, device, w, random, false);

@@ -129,6 +129,7 @@ struct Window {
   std::vector<int64_t> numel, offset, first_tile;
   std::vector<Tile> tiles;
   std::vector<uint8_t> marks;
+  mutable std::vector<uint8_t> live;  // empty where every touched segment counts
   Tensor flat;
 
   explicit Window(const std::vector<int64_t>& numels) : numel(numels), offset(count()), first_tile(count() + 1) {
@@ -149,10 +150,16 @@ struct Window {
 
   int64_t count() const { return int64_t(numel.size()); }
   bool touched(int64_t k) const { return marks[k] & kTouched; }
-  Buffer buffer() const { return {flat.floats(), tiles.data(), first_tile.data(), marks.data(), count()}; }
+  bool counts(int64_t k) const { return touched(k) && (live.empty() || live[k]); }
+  Buffer buffer() const {
+    return {flat.floats(), tiles.data(), first_tile.data(), marks.data(), live.empty() ? nullptr : live.data(),
+            count()};
+  }
 
-  // As after the last fold of a window: three of four segments hold a sum.
-  void touch(Random& random) {
+  // As after the last fold of a window: three of four segments hold a sum. with_live: of some all folds were skipped.
+  void touch(Random& random, bool with_live = false) {
+    live.assign(with_live ? count() : 0, 0);
+    for (size_t k = 0; k < live.size(); ++k) live[k] = k % 5 != 2;
     for (int64_t k = 0; k < count(); ++k) {
       marks[k] = k % 4 == 3 ? 0 : kTouched;
       for (int64_t i = 0; touched(k) && i < numel[k]; ++i) flat.floats()[offset[k] + i] = float(draw(random, -3, 3));

@@ -1,0 +1,66 @@
+"""Updates applied and left out: what the host knows, and what it learns from the device only when somebody asks."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+class Counts:
+    """Of one wrapper. Reading `updates`, `skipped_windows` or `updated` waits where the device had the last word."""
+
+    def __init__(self) -> None:
+        self._updates = 0
+        self._skipped_windows = 0
+        # Updates that the device may have skipped and whose outcome nobody has read, and how many of them it skipped.
+        self._undecided = 0
+        self._undecided_skips: Tensor | None = None
+        self._last: bool | Tensor = False  # the last step() or flush(): whether it updated, or the device's skip flag
+
+    @property
+    def updates(self) -> int:
+        self._read()
+        return self._updates
+
+    @property
+    def skipped_windows(self) -> int:
+        self._read()
+        return self._skipped_windows
+
+    @property
+    def updated(self) -> bool:
+        return not bool(self._last) if isinstance(self._last, Tensor) else self._last
+
+    def nothing_updated(self) -> None:
+        """The last call was one that updated nothing."""
+        self._last = False
+
+    def window_skipped(self) -> None:
+        """The host has closed a window without an update."""
+        self._skipped_windows += 1
+        self._last = False
+
+    def window_closed(self, skip: Tensor | None, counted_elsewhere: bool = False) -> None:
+        """An update was launched. skip: the device's flag, an integer tensor of one element; None where it decides
+        nothing. counted_elsewhere: the device counts it itself, since it can be replayed.
+        """
+        if counted_elsewhere:
+            self._last = False if skip is None else skip
+        elif skip is None:
+            self._updates += 1
+            self._last = True
+        else:
+            self._undecided += 1
+            self._undecided_skips = skip if self._undecided_skips is None else self._undecided_skips + skip
+            self._last = skip
+
+    def _read(self) -> None:
+        if self._undecided_skips is not None:
+            skipped = int(self._undecided_skips)
+            self._skipped_windows += skipped
+            self._updates += self._undecided - skipped
+            self._undecided, self._undecided_skips = 0, None
+
+    def set(self, updates: int, skipped_windows: int, updated: bool = False) -> None:
+        """What was counted elsewhere, when a state is loaded."""
+        self._undecided, self._undecided_skips = 0, None
+        self._updates, self._skipped_windows, self._last = updates, skipped_windows, updated

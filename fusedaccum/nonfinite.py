@@ -1,0 +1,81 @@
+"""What is done about gradients that are not finite: nothing, leave out the window or the micro-batch, or raise."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fusedaccum.options import NAME
+
+if TYPE_CHECKING:
+    from fusedaccum.window import Window
+
+POLICIES = ("propagate", "skip_window", "skip_micro", "raise")
+
+
+class NonFinite:
+    """A policy, and under "skip_micro" the device's count of the micro-batches that were folded and left out.
+
+    kept: float64[1], those folded in the open window. Nothing here waits for the device but "raise" and `read_skipped`.
+    """
+
+    def __init__(self, policy: str) -> None:
+        self.policy = policy
+        self.looks = policy in ("skip_micro", "raise")  # at the gradients, before they are folded
+        self.skips_windows = policy in ("skip_window", "skip_micro")
+        self.kept: Tensor | None = None
+        self._skipped: Tensor | None = None
+
+    @property
+    def counts(self) -> bool:
+        """Whether only the device knows how many micro-batches a window holds."""
+        return self.policy == "skip_micro"
+
+    def look(self, window: Window, grads: list[list[Tensor | None]]) -> Tensor | None:
+        """Look at a micro-batch's gradients, by buffer. Returns 1 or 0, float32[1]: whether it is folded.
+
+        None where it is without looking further. Raises FloatingPointError under "raise".
+        """
+        if not window.buffers:
+            return None
+        device = window.buffers[0].device
+        found = [b.found_inf(g).to(device) for b, g in zip(window.buffers, grads, strict=True)]
+        total = found[0] if len(found) == 1 else torch.stack(found).sum(0)
+        if self.policy == "raise":
+            if bool(total):
+                raise FloatingPointError(self._names(window))
+            return None
+        return (total == 0).to(torch.float32)
+
+    @staticmethod
+    def _names(window: Window) -> str:
+        from fusedaccum.folding import describe
+
+        bad = [p for p in window.params if p.grad is not None and not bool(p.grad.isfinite().all())]
+        shown = ", ".join(describe(window, p) for p in bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
+        return (
+            f"{NAME}: gradients must be finite with nonfinite='raise', got infinities or NaNs in {shown}; the window "
+            "is as it was: zero_grad() drops this micro-batch, nonfinite='skip_micro' would have left it out"
+        )
+
+    def count(self, kept: float | Tensor) -> None:
+        """Count a micro-batch that was folded (1), or left out (0)."""
+        if isinstance(kept, Tensor):
+            kept = kept.to(torch.float64)
+            self._skipped = 1 - kept if self._skipped is None else self._skipped + (1 - kept)
+        self.kept = kept if self.kept is None else self.kept + kept
+
+    def resume(self, kept: float | None, pending: int) -> None:
+        """Take up a saved window: what it has folded, of `pending` micro-batches. None: all, nobody left any out."""
+        if pending and (self.counts or kept is not None):
+            self.kept = torch.tensor(pending if kept is None else kept, dtype=torch.float64, device="cpu")
+
+    def read_skipped(self) -> int:
+        """Micro-batches left out since the last call. Waits for the device."""
+        skipped, self._skipped = self._skipped, None
+        return 0 if skipped is None else int(skipped)
+
+    def begin_window(self) -> None:
+        self.kept = None
