@@ -95,11 +95,18 @@ def follow(window: Window, thorough: bool) -> bool:
     return False
 
 
+def times(kept: Tensor, value: float | Tensor) -> Tensor:
+    """`kept` times a number or a tensor of one element anywhere. One on the CPU is a number to torch: nothing waits."""
+    if isinstance(value, Tensor):
+        value = value.detach().reshape(()) if value.device.type == "cpu" else value.detach().to(kept.device)
+    return kept * value
+
+
 def _fold_all(window: Window, scale: float | Tensor, norm: bool) -> Tensor | None:
     grads = [[p.grad for p in buffer.params] for buffer in window.buffers]
     kept = window.nonfinite.look(window, grads) if window.nonfinite.looks else None
     if kept is not None:
-        scale = kept * (scale.to(kept.device) if isinstance(scale, Tensor) else scale)
+        scale = times(kept, scale)
     for buffer, given in zip(window.buffers, grads, strict=True):
         buffer.fold(given, scale, norm)
     return kept

@@ -152,7 +152,7 @@ class Window:
                 kept = folding.fold(self, scale, norm=last)
         if kept is not None or self.nonfinite.kept is not None:
             self.nonfinite.count(1.0 if kept is None else kept)
-            items = items if items is None or kept is None else items * kept
+            items = items if items is None or kept is None else folding.times(kept, items)
         if items is not None:
             self.items = self.items + as_float64(items, self.items)
         self.mode = WEIGHTED if weighted else PLAIN
