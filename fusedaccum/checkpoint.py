@@ -1,10 +1,18 @@
-"""An open window as plain containers and tensors: what `state_dict()` adds to the wrapped optimizer's own."""
+"""An open window as plain containers and tensors: what `state_dict()` adds to the wrapped optimizer's own.
+
+`torch.distributed.checkpoint` loads a dict into the tensors that are there already and leaves out entries that the
+loading side does not have: a new wrapper would lose its sums and masters without a word. It takes a tuple as one value,
+whatever is in it, so that everything of varying shape or presence stands in tuples here.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import math
 import numbers
+import reprlib
 import warnings
-from itertools import chain
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +27,9 @@ KEY = "fusedaccum"
 VERSION = 1
 MODES = (None, PLAIN, WEIGHTED)
 REDUCTIONS = ("mean", "sum")
+WAY_OUT = (
+    f"load an undamaged file, or drop the key {KEY!r} to load the wrapped optimizer's state without the open window"
+)
 
 
 def _positions(window: Window) -> dict[int, Tensor]:
@@ -29,41 +40,96 @@ def _positions(window: Window) -> dict[int, Tensor]:
 def save(window: Window) -> dict[str, Any]:
     """The window under `KEY`. Tensors are live, as in torch: sums are views of the flat buffer, in parameters' shapes.
 
-    sums: {parameter index: float32 or complex64 sum}, touched parameters only. masters: {parameter index: float32}.
+    sums, masters: one entry a parameter, None where there is none: float32, or complex64 sums of complex64 parameters.
+    items: a tuple of one. shapes: of the parameters. unstarted: indices of parameters whose momentum buffer no update
+    has started. state_layout: a digest of which parameters have which state; state_witness: {that digest: True}, empty
+    where there is no state, which `torch.distributed.checkpoint` drops whenever it drops the state.
     """
-    sums, masters = {}, {}
-    pending = window.micro_batches
-    for i, p in _positions(window).items():
-        buffer, k = window.place.get(p, (None, 0))
-        if buffer is None:
-            continue
-        if pending and buffer.holds_sum(k):
-            view = window.undivided(buffer.view(k))
-            # The end of the window zeroes such a buffer, also the one that loading begins with.
-            sums[i] = view.clone() if buffer.keeps_zero else view
-        if isinstance(window.update, FusedUpdate) and (master := window.update.master(buffer, k)) is not None:
-            masters[i] = master.as_strided(buffer.shapes[k], buffer.strides[k])
+    positions = _positions(window)
+    _conform_moments(window)
+    pending, kept = window.micro_batches, window.nonfinite.kept
+    sums = [_saved_sum(window, p) if pending else None for p in positions.values()]
+    masters = [_saved_master(window, p) for p in positions.values()]
+    unstarted = _unstarted(window, positions)
+    layout = _state_layout(window, positions, unstarted)
     return {
         "version": VERSION,
         "steps": window.length if pending else window.steps,
         "pending": pending,
+        "length": max(window.length, pending),  # a loaded window may be longer than this wrapper's steps
         "reduction": window.options.reduction,
         "mode": window.mode if pending else None,
-        "items": window.items,
-        "kept": None if window.nonfinite.kept is None else float(window.nonfinite.kept),
+        "items": (window.items if pending else 0.0,),
+        "kept": float(kept) if pending and kept is not None else None,
         "updates": window.updates,
         "skipped_windows": window.counts.skipped_windows,
         "skipped_micro_batches": window.skipped_micro_batches,
-        "sums": sums,
-        "masters": masters,
+        "sums": tuple(sums),
+        "masters": tuple(masters),
+        "shapes": tuple(tuple(p.shape) for p in positions.values()),
+        "unstarted": unstarted,
+        "state_layout": layout,
+        "state_witness": {layout: True} if layout else {},
     }
 
 
-def bring_steps_home(state_dict: dict[str, Any]) -> None:
-    """Put step counts where torch has them: on the CPU, unless a group is capturable or fused. Ours are on the device.
+def _saved_sum(window: Window, p: Tensor) -> Tensor | None:
+    buffer, k = window.place.get(p, (None, 0))
+    if buffer is None or not buffer.holds_sum(k):
+        return None
+    view = window.undivided(buffer.view(k))
+    # The end of the window zeroes such a buffer, also the one that loading begins with.
+    return view.clone() if buffer.keeps_zero else view
 
-    Waits for the device, once for each count that has to be moved.
+
+def _saved_master(window: Window, p: Tensor) -> Tensor | None:
+    buffer, k = window.place.get(p, (None, 0))
+    if buffer is None or not isinstance(window.update, FusedUpdate):
+        return None
+    master = window.update.master(buffer, k)
+    return None if master is None else master.as_strided(buffer.shapes[k], buffer.strides[k])
+
+
+def _conform_moments(window: Window) -> None:
+    """Bring moments that torch made to `state_dtype`, as the next update would: loads in place keep their bits."""
+    update = window.update
+    if not isinstance(update, FusedUpdate) or update.state_dtype is None:
+        return
+    for entries in update.optimizer.state.values():
+        for slot in update.rule.slots if isinstance(entries, dict) else ():
+            if isinstance(value := entries.get(slot), Tensor) and value.dtype != update.state_dtype:
+                entries[slot] = value.to(update.state_dtype)
+
+
+def _unstarted(window: Window, positions: dict[int, Tensor]) -> tuple[int, ...]:
+    if not isinstance(window.update, FusedUpdate):
+        return ()
+    found = {id(p) for buffer in window.buffers for p in window.update.side(buffer).state.unstarted()}
+    return tuple(i for i, p in positions.items() if id(p) in found)
+
+
+def _state_layout(window: Window, positions: dict[int, Tensor], unstarted: tuple[int, ...]) -> str:
+    """A digest of which parameters have which entries in the state; "" where none has any."""
+    layout = []
+    for i, p in positions.items():
+        keys = {str(key) for key in window.optimizer.state.get(p, ())} - (
+            {"momentum_buffer"} if i in unstarted else set()
+        )
+        if keys:
+            layout.append((i, sorted(keys)))
+    return hashlib.sha256(repr(layout).encode()).hexdigest()[:16] if layout else ""
+
+
+def bring_steps_home(state_dict: dict[str, Any]) -> None:
+    """Put the state as torch has it, for who reads it without us.
+
+    Step counts: on the CPU, unless a group is capturable or fused; ours are on the device. Waits for the device, once
+    for each count that has to be moved. Momentum buffers that no update has started: absent, as before torch's first
+    step, which takes a buffer that is there for a started one.
     """
+    for i in state_dict.get(KEY, {}).get("unstarted", ()):
+        entries = state_dict["state"].get(i, {})
+        state_dict["state"][i] = {key: value for key, value in entries.items() if key != "momentum_buffer"}
     for group in state_dict["param_groups"]:
         if group.get("capturable") or group.get("fused"):
             continue
@@ -74,60 +140,157 @@ def bring_steps_home(state_dict: dict[str, Any]) -> None:
                 state_dict["state"][i] = {**entries, "step": step.cpu()}
 
 
+def _is_count(value: Any, least: int = 0) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= least
+
+
+def _is_kept(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and 0 <= value < math.inf)
+
+
+def _are_items(value: Any) -> bool:
+    if not isinstance(value, tuple) or len(value) != 1:
+        return False
+    (items,) = value
+    if isinstance(items, Tensor):
+        return (
+            items.numel() == 1 and items.dtype == torch.float64 and items.layout == torch.strided and not items.is_meta
+        )
+    return isinstance(items, float) and 0 <= items < math.inf
+
+
+def _is_any_of(value: Any, allowed: tuple[Any, ...]) -> bool:
+    return any(type(value) is type(choice) and value == choice for choice in allowed)
+
+
+def _are_tensors(value: Any) -> bool:
+    return isinstance(value, tuple) and all(
+        t is None or (isinstance(t, Tensor) and t.layout == torch.strided and not t.is_meta) for t in value
+    )
+
+
+# What every field must be: (in words, test).
+FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "steps": ("an int of at least 1, the micro-batches per window", lambda v: _is_count(v, 1)),
+    "length": ("an int of at least 1, the micro-batches of this window", lambda v: _is_count(v, 1)),
+    **{
+        name: ("an int of at least 0", _is_count)
+        for name in ("pending", "updates", "skipped_windows", "skipped_micro_batches")
+    },
+    "reduction": (f"one of {REDUCTIONS}", lambda v: _is_any_of(v, REDUCTIONS)),
+    "mode": (f"one of {MODES}", lambda v: _is_any_of(v, MODES)),
+    "items": ("a tuple of one float of at least 0, or of one float64 tensor of one element", _are_items),
+    "kept": ("None, or a float of at least 0: how many of the micro-batches were folded", _is_kept),
+    "sums": ("a tuple of dense tensors and None", _are_tensors),
+    "masters": ("a tuple of dense tensors and None", _are_tensors),
+    "shapes": (
+        "a tuple of tuples of ints",
+        lambda v: isinstance(v, tuple) and all(isinstance(s, tuple) and all(map(_is_count, s)) for s in v),
+    ),
+    "unstarted": ("a tuple of parameter indices", lambda v: isinstance(v, tuple) and all(map(_is_count, v))),
+    "state_layout": ("a str", lambda v: isinstance(v, str)),
+    "state_witness": ("a dict", lambda v: isinstance(v, dict)),
+}
+
+
 def check(window: Window, saved: Any) -> None:
     """Refuse a saved window that does not fit, before anything is loaded. Raises ValueError."""
-    if not isinstance(saved, dict) or saved.get("version") != VERSION:
+    if not isinstance(saved, dict) or not _is_any_of(saved.get("version"), (VERSION,)):
         seen = saved.get("version") if isinstance(saved, dict) else type(saved).__name__
         raise ValueError(
-            f"{NAME}: state_dict[{KEY!r}] has version {seen!r} and this release reads {VERSION}; drop the key to "
-            "load the wrapped optimizer's state without the open window"
+            f"{NAME}: state_dict[{KEY!r}] has version {seen!r} and this release reads {VERSION}; {WAY_OUT}"
         )
+    for name, (rule, holds) in FIELDS.items():
+        if name not in saved:
+            raise ValueError(f"{NAME}: state_dict[{KEY!r}] lacks {name!r}, which must be {rule}; {WAY_OUT}")
+        if not holds(saved[name]):
+            seen = f"{reprlib.repr(saved[name])}, a {type(saved[name]).__name__},"
+            raise ValueError(f"{NAME}: state_dict[{KEY!r}][{name!r}] is {seen} and must be {rule}; {WAY_OUT}")
+    _check_counts(window, saved)
     positions = _positions(window)
-    try:
-        _check_counts(saved)
-        if saved["mode"] == WEIGHTED and window.options.reduction == "sum":
-            raise ValueError(
-                f"{NAME}: the saved window counts items and this wrapper has reduction='sum', which has no use for "
-                "them; load it with reduction='mean'"
-            )
-        for i, value in chain(saved["sums"].items(), saved["masters"].items()):
-            if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_meta:
-                raise ValueError(
-                    f"{NAME}: the saved window holds no dense tensor for parameter {i} but a {type(value).__name__}; "
-                    "the file is damaged"
-                )
-            if i not in positions or value.shape != positions[i].shape:
-                has = f"shape {tuple(positions[i].shape)}" if i in positions else "no such parameter"
-                raise ValueError(
-                    f"{NAME}: the saved window holds shape {tuple(value.shape)} for parameter {i} and this optimizer "
-                    f"has {has}; load it into an optimizer over the same parameters in the same order"
-                )
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{NAME}: state_dict[{KEY!r}] lacks or garbles {error}; the file is damaged") from error
+    _check_shapes(saved, positions)
+    _check_tensors(saved, positions)
+    if saved["state_witness"] != ({saved["state_layout"]: True} if saved["state_layout"] else {}):
+        raise ValueError(
+            f"{NAME}: the saved optimizer has state for its parameters (moments, step counts) that did not come with "
+            "this dict, because torch.distributed.checkpoint loads into state that is there already; create it with "
+            "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer), then load again"
+        )
+    _warn_of_other_steps(window, saved)
+    with torch.no_grad():
+        if any(t is not None for t in (*saved["sums"], *saved["masters"])):
+            window.locate()  # here, because parameters that cannot be summed make it raise
 
 
-def _check_counts(saved: dict[str, Any]) -> None:
-    """Refuse counts that no window can have."""
-    numbers_ok = all(
-        isinstance(saved[name], numbers.Integral) and saved[name] >= 0
-        for name in ("steps", "pending", "updates", "skipped_windows", "skipped_micro_batches")
-    )
-    if not numbers_ok or saved["steps"] < 1 or saved["mode"] not in MODES or saved["reduction"] not in REDUCTIONS:
-        raise ValueError(f"{NAME}: state_dict[{KEY!r}] holds counts that cannot be; the file is damaged")
-    items, pending = saved["items"], saved["pending"]
-    if isinstance(items, Tensor):
-        good = items.numel() == 1 and items.is_floating_point()
-    else:
-        good = isinstance(items, float) and 0 <= items < float("inf")
+def _check_counts(window: Window, saved: dict[str, Any]) -> None:
+    """Refuse counts that no window can have, or none of this wrapper."""
+    length, pending, mode, (items,) = saved["length"], saved["pending"], saved["mode"], saved["items"]
+    counts_items = isinstance(items, Tensor) or items != 0
+    holds_sums = any(t is not None for t in saved["sums"])
     if (
-        not good
-        or isinstance(pending, bool)
-        or pending > saved["steps"]
-        or (pending > 0) != (saved["mode"] is not None)
+        pending > length
+        or (pending > 0) != (mode is not None)
+        or (counts_items and mode != WEIGHTED)
+        or (holds_sums and not pending)
+        or (saved["kept"] or 0.0) > pending
     ):
         raise ValueError(
-            f"{NAME}: the saved window counts {pending!r} of {saved['steps']!r} micro-batches, mode {saved['mode']!r}, "
-            f"items {items!r}, which no window can; the file is damaged"
+            f"{NAME}: the saved window counts {pending} of {length} micro-batches, mode {mode!r}, items {items!r} and "
+            f"{'some sums' if holds_sums else 'no sum'}, which no window can; {WAY_OUT}"
+        )
+    if mode == WEIGHTED and window.options.reduction == "sum":
+        raise ValueError(
+            f"{NAME}: the saved window counts items and this wrapper has reduction='sum', which has no use for "
+            "them; load it with reduction='mean'"
+        )
+
+
+def _check_shapes(saved: dict[str, Any], positions: dict[int, Tensor]) -> None:
+    """Refuse a window over other parameters, or over the same ones in another order where their shapes tell."""
+    same = f"load it into an optimizer over the same parameters in the same order, or drop the key {KEY!r}"
+    here = tuple(tuple(p.shape) for p in positions.values())
+    if len(saved["shapes"]) != len(here):
+        raise ValueError(
+            f"{NAME}: the saved window has {len(saved['shapes'])} parameters and this optimizer {len(here)}; {same}"
+        )
+    for i, (was, now) in enumerate(zip(saved["shapes"], here, strict=True)):
+        if was != now:
+            raise ValueError(
+                f"{NAME}: the saved window holds shape {was} for parameter {i} and this optimizer has {now}; {same}"
+            )
+
+
+def _check_tensors(saved: dict[str, Any], positions: dict[int, Tensor]) -> None:
+    if any(i not in positions for i in saved["unstarted"]):
+        raise ValueError(
+            f"{NAME}: state_dict[{KEY!r}]['unstarted'] is {reprlib.repr(saved['unstarted'])} and this optimizer has "
+            f"{len(positions)} parameters; {WAY_OUT}"
+        )
+    for name in ("sums", "masters"):
+        if len(saved[name]) != len(positions):
+            raise ValueError(
+                f"{NAME}: state_dict[{KEY!r}][{name!r}] has {len(saved[name])} entries and must have one for each of "
+                f"{len(positions)} parameters; {WAY_OUT}"
+            )
+        for i, p in positions.items():
+            value = saved[name][i]
+            dtype = torch.complex64 if name == "sums" and p.is_complex() else torch.float32
+            if value is not None and (value.shape != p.shape or value.dtype != dtype):
+                raise ValueError(
+                    f"{NAME}: the saved window holds a {value.dtype} tensor of shape {tuple(value.shape)} in {name} "
+                    f"for parameter {i}, which must be {dtype} of shape {tuple(p.shape)}; {WAY_OUT}"
+                )
+
+
+def _warn_of_other_steps(window: Window, saved: dict[str, Any]) -> None:
+    """Before anything is loaded: where warnings are errors, nothing is loaded then."""
+    if saved["pending"] and saved["steps"] != window.steps:
+        warnings.warn(
+            f"{NAME}: the loaded window was begun with steps={saved['steps']} and this wrapper has "
+            f"steps={window.steps}; its {saved['pending']} micro-batches are kept and the window closes at "
+            f"{max(window.steps, saved['pending'] + 1)}",
+            UserWarning,
+            stacklevel=6,
         )
 
 
@@ -147,37 +310,35 @@ def load(window: Window, saved: dict[str, Any] | None, state: dict[Any, Any]) ->
             _restore_moments(window.update, state, positions)
     if saved is None:
         return
-    if saved["sums"] or saved["masters"]:
-        window.locate()
-    for i, value in saved["sums"].items():
-        buffer, k = window.place_for(positions[i])
-        buffer.put(k, value)
-    if isinstance(window.update, FusedUpdate) and window.update.master_weights:
-        for i, master in saved["masters"].items():
-            buffer, k = window.place_for(positions[i])
-            values = master.detach().to(device=buffer.device, dtype=torch.float32, copy=True)
-            window.update.put_master(buffer, k, in_memory_order(values, buffer.strides[k]))
+    for i in saved["unstarted"]:
+        window.optimizer.state[positions[i]].pop("momentum_buffer", None)
+    _take_tensors(window, saved, positions)
     _take_counts(window, saved)
+
+
+def _take_tensors(window: Window, saved: dict[str, Any], positions: dict[int, Tensor]) -> None:
+    sums = {i: value for i, value in enumerate(saved["sums"]) if value is not None}
+    masters = {i: value for i, value in enumerate(saved["masters"]) if value is not None}
+    if sums or masters:
+        window.locate()
+    for i, value in sums.items():
+        buffer, k = window.place_for(positions[i])
+        buffer.put(k, value.detach())
+    if isinstance(window.update, FusedUpdate) and window.update.master_weights:
+        for i, master in masters.items():
+            buffer, k = window.place_for(positions[i])
+            values = master.detach().to(device=buffer.device, copy=True)
+            window.update.put_master(buffer, k, in_memory_order(values, buffer.strides[k]))
 
 
 def _take_counts(window: Window, saved: dict[str, Any]) -> None:
     window.set_counts(saved["updates"], saved["skipped_windows"], saved["skipped_micro_batches"])
-    items = saved["items"]
-    window.items = items.clone() if isinstance(items, Tensor) else float(items)
+    (items,) = saved["items"]
+    window.items = items.clone() if isinstance(items, Tensor) else items
     window.mode = saved["mode"]
     window.pending = saved["pending"]
-    window.nonfinite.resume(saved.get("kept"), window.pending)
+    window.nonfinite.resume(saved["kept"], window.pending)
     window.saved = True
-    if not window.pending:
-        return
-    if saved["steps"] != window.steps:
-        warnings.warn(
-            f"{NAME}: the loaded window was begun with steps={saved['steps']} and this wrapper has "
-            f"steps={window.steps}; its {window.pending} micro-batches are kept and the window closes at "
-            f"{max(window.steps, window.pending + 1)}",
-            UserWarning,
-            stacklevel=5,
-        )
     if window.mode == PLAIN:
         scale_was = saved["steps"] if saved["reduction"] == "mean" else 1
         scale_is = window.steps if window.options.reduction == "mean" else 1
@@ -201,7 +362,7 @@ def _restore_moments(update: FusedUpdate, state: dict[Any, Any], positions: dict
     dtype = update.state_dtype
     for i, entries in state.items():
         p = positions.get(i)
-        if p is None or p.dtype == dtype:
+        if p is None or p.dtype == dtype or not isinstance(entries, dict):
             continue
         for slot in update.rule.slots:
             if isinstance(value := entries.get(slot), Tensor):

@@ -189,6 +189,22 @@ class OptimizerState:
                     yield k
                     break
 
+    def unstarted(self) -> list[Tensor]:
+        """Parameters whose momentum buffer is the zeros it was made with: the device has skipped their every update.
+
+        Dampening alone tells such a buffer from a started one; only where there is some, this waits for the device.
+        """
+        if self.rule.counts_steps or not any(group["dampening"] for group in self.optimizer.param_groups):
+            return []
+        made = zip(self.buffer.params, self.known["momentum_buffer"], self.buffer.steps.tolist(), strict=True)
+        return [
+            p
+            for p, momentum, count in made
+            if momentum is not None
+            and count == 0
+            and self.optimizer.state.get(p, {}).get("momentum_buffer") is momentum
+        ]
+
     def listed(self, slot: str) -> list[Tensor]:
         """The kernel's list for `slot`: empty where no segment has it, which spares the operator a look at each."""
         return self.lists[slot] if any([value is not None for value in self.known[slot]]) else []

@@ -79,7 +79,10 @@ class FusedUpdate:
         """The flat buffers were rebuilt: masters go with their parameters, state is found again by parameter."""
         masters, self.parked = self.parked, {}
         for buffer in old:
-            if (side := self.sides.pop(buffer, None)) is not None and side.masters is not None:
+            side = self.sides.pop(buffer, None)
+            for p in side.state.unstarted() if side is not None else ():
+                del self.optimizer.state[p]["momentum_buffer"]
+            if side is not None and side.masters is not None:
                 for k, p in enumerate(buffer.params):
                     if side.masters.tensors[k].numel():
                         masters[p] = (side.masters.tensors[k], buffer.strides[k], side.masters.seen[k])

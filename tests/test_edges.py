@@ -146,15 +146,15 @@ def test_an_announcement_ends_with_its_window():
 
 
 DAMAGE = {
-    "sums of numpy": lambda s: s["sums"].update({0: s["sums"][0].numpy()}),
-    "sparse sums": lambda s: s["sums"].update({0: s["sums"][0].to_sparse()}),
-    "sums on meta": lambda s: s["sums"].update({0: s["sums"][0].to("meta")}),
+    "sums of numpy": lambda s: s.update(sums=(s["sums"][0].numpy(),)),
+    "sparse sums": lambda s: s.update(sums=(s["sums"][0].to_sparse(),)),
+    "sums on meta": lambda s: s.update(sums=(s["sums"][0].to("meta"),)),
     "more than a window": lambda s: s.update(pending=5),
     "bool": lambda s: s.update(pending=True),
     "no mode": lambda s: s.update(mode=None),
-    "nan items": lambda s: s.update(items=float("nan")),
-    "negative items": lambda s: s.update(items=-1.0),
-    "two items": lambda s: s.update(items=torch.ones(2)),
+    "nan items": lambda s: s.update(items=(float("nan"),)),
+    "negative items": lambda s: s.update(items=(-1.0,)),
+    "two items": lambda s: s.update(items=(torch.ones(2),)),
 }
 
 
@@ -275,7 +275,7 @@ def test_a_master_outlives_the_freezing_of_its_parameter():
     w.step()
     p.requires_grad_(True)
     update()
-    (master,) = w.state_dict()["fusedaccum"]["masters"].values()
+    master, _ = w.state_dict()["fusedaccum"]["masters"]
     assert master.tolist() == [1 - 2.0**-11] * 3
 
 

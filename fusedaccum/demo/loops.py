@@ -107,7 +107,7 @@ class FusedLoop(Loop):
 
     @property
     def masters(self) -> list[Tensor]:
-        return list(self.optimizer.state_dict()["fusedaccum"]["masters"].values())
+        return [m for m in self.optimizer.state_dict()["fusedaccum"]["masters"] if m is not None]
 
     def before_update(self, *_: object) -> None:
         self.note_bytes("gradients", self.gradients(), "update")
