@@ -66,12 +66,10 @@ class FusedAccumOptimizer(Optimizer):
         parameter that was changed in between is taken up again; a change through `p.data`, which torch does not count,
         is not seen.
     backend: "auto", "compiled", "triton" or "reference".
-
     fold, rounding, amp_scaling, fold_every, bucket_mb, process_group, wire_dtype, shard: only their defaults
     are supported.
 
     Memory: 4 bytes per parameter that can get a gradient, from the first `step()` on; masters and moments as asked for.
-
     `param_groups`, `state` and `defaults` are the wrapped optimizer's own objects. Hooks registered here fire once per
     update. `zero_grad()` never touches the open window. Raises TypeError or ValueError, before anything is changed, for
     arguments that are not allowed.

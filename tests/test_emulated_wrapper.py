@@ -62,7 +62,7 @@ def test_a_buffer_that_starts_off_16_bytes_is_refused():
     """The kernels move it in vectors."""
     buffer = Buffer([70])
     flat = torch.zeros(buffer.flat.numel() + 1)[1:]
-    _, partials, *rest = buffer.norm_plan()
+    _, partials, *rest = buffer.fold_plan()
     with pytest.raises(RuntimeError, match="fold: flat must start at a multiple of 16 bytes"):
         emulated.fold(flat, partials, *rest, [torch.ones(70)], scalar(1.0), False)
     assert not flat.any()

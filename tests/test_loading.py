@@ -188,7 +188,6 @@ TORCHS = {
     "group without params": lambda d: d["param_groups"][0].pop("params"),
     "a parameter's state": lambda d: d["state"].pop(0),
     "a moment": lambda d: d["state"][0].pop("exp_avg"),
-    "moment of text": lambda d: d["state"][0].update(exp_avg="text"),
     "moment of another shape": lambda d: d["state"][0].update(exp_avg=torch.ones(7)),
     "state of no parameter": lambda d: d["state"].update({9: {"exp_avg": torch.ones(1)}}),
     "group without betas": lambda d: d["param_groups"][0].pop("betas"),
