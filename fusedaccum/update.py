@@ -265,7 +265,8 @@ class WrappedUpdate:
             param, grad = buffer.params[k], grads[k]
             if param.is_complex():
                 grad = torch.view_as_complex(grad.view(-1, 2))
-            wanted = param.grad_dtype
+            # Only leaves have one; what is not a leaf is what differentiable=True is for.
+            wanted = param.grad_dtype if param.is_leaf else param.dtype
             if wanted not in (None, param.dtype):
                 param.grad_dtype = None
             held.append((param, None if wanted == param.dtype else wanted))

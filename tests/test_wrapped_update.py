@@ -173,3 +173,18 @@ def test_float32_is_wrapped_without_a_warning(update):
         params = make_params([torch.ones(3)], torch.float32)
         train_wrapped(wrap(torch.optim.RMSprop(params), 2, update=update), make_windows([(3,)], 3, 2, torch.float32))
     assert not caught, [str(c.message) for c in caught]
+
+
+def test_parameters_that_are_not_leaves_are_updated_as_by_the_bare_optimizer():
+    """What differentiable=True is for. They have no grad_dtype to be looked at."""
+    found = []
+    for wrapped in (True, False):
+        p = torch.nn.Parameter(torch.ones(3)).clone()
+        optimizer = torch.optim.RMSprop([p], differentiable=True)
+        optimizer = wrap(optimizer, 1) if wrapped else optimizer
+        p.grad = torch.ones(3)
+        with torch.no_grad():
+            optimizer.step()
+        found.append(p.detach().clone())
+    assert torch.equal(*found)
+    assert not torch.equal(found[0], torch.ones(3))
