@@ -41,15 +41,18 @@ def table(columns: tuple[str, ...], values: dict[str, float], device: torch.devi
     return torch.tensor([[values.get(column, 0.0) for column in columns]], dtype=torch.float64).to(device)
 
 
-def fill(buffer: FlatBuffer) -> None:
-    """A window: a first touch, a fold that leaves a segment out, one with the norm."""
+def fill(buffer: FlatBuffer) -> Tensor:
+    """A window: a first touch, a fold that leaves a segment out, one with the norm. Returns whether it was finite."""
+    buffer.keep_live()
     buffer.fold(list(draw(0, buffer.device)), 0.25, norm=False)
     grads: list[Tensor | None] = list(draw(1, buffer.device))
     grads[3] = None
     buffer.fold(grads, 0.25, norm=False)
     buffer.fold(list(draw(2, buffer.device)), 0.25, norm=True)
     buffer.rescale(0.5)
-    buffer.close_window(buffer.square_total(), 0.75, 1.0)
+    found = buffer.found_inf(grads)
+    buffer.close_window(buffer.square_total(), 0.75, 1.0, skip_nonfinite=True)
+    return found
 
 
 def run(device: torch.device, backend: str) -> list[Tensor]:
@@ -58,7 +61,7 @@ def run(device: torch.device, backend: str) -> list[Tensor]:
     groups = torch.zeros(len(SIZES), dtype=torch.int64).to(device)
     for rule in ("emit", "adam", "sgd"):
         buffer = FlatBuffer(draw(0, device), device, select(device, backend))
-        fill(buffer)
+        found = fill(buffer)
         tables = (buffer.flat, buffer.marks, buffer.live, buffer.segments, buffer.tiles, buffer.scalars)
         if rule == "emit":
             lists = [draw(4, device)]
@@ -75,7 +78,15 @@ def run(device: torch.device, backend: str) -> list[Tensor]:
             lists = [draw(0, device), draw(1, device), draw(0, device, (torch.float32,))]
             buffer.backend.sgd(*tables, buffer.steps, groups, hyper, *lists, False)
         sums = [buffer.view(k) for k in range(len(SIZES))]
-        left += [*sums, buffer.total[:1], buffer.scalars, buffer.steps, *(t for tensors in lists for t in tensors)]
+        left += [
+            *sums,
+            found,
+            buffer.live.float(),
+            buffer.total[:1],
+            buffer.scalars,
+            buffer.steps,
+            *(t for tensors in lists for t in tensors),
+        ]
     return [tensor.to(CPU) for tensor in left]
 
 
