@@ -230,13 +230,4 @@ STABLE_TORCH_LIBRARY(fusedaccum, m) {
 
 // For every backend that has no kernels of its own, not for the CPU alone: a tensor that lies elsewhere, or a sparse
 // one, is then refused by name.
-STABLE_TORCH_LIBRARY_IMPL(fusedaccum, CompositeExplicitAutograd, m) {
-  m.impl("fold", TORCH_BOX(&fusedaccum::fold));
-  m.impl("found_inf", TORCH_BOX(&fusedaccum::found_inf));
-  m.impl("square_total", TORCH_BOX(&fusedaccum::square_total));
-  m.impl("close_window", TORCH_BOX(&fusedaccum::close_window));
-  m.impl("rescale", TORCH_BOX(&fusedaccum::rescale));
-  m.impl("emit", TORCH_BOX(&fusedaccum::emit));
-  m.impl("adam", TORCH_BOX(&fusedaccum::adam));
-  m.impl("sgd", TORCH_BOX(&fusedaccum::sgd));
-}
+STABLE_TORCH_LIBRARY_IMPL(fusedaccum, CompositeExplicitAutograd, m) { FUSEDACCUM_IMPLEMENT(m); }

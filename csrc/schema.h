@@ -31,3 +31,14 @@ constexpr const char* kSchemas[] = {
 };
 
 }  // namespace fusedaccum
+
+// The functions of these names, registered as the operators. The schemas above and this list name them all.
+#define FUSEDACCUM_IMPLEMENT(m)                                 \
+  m.impl("fold", TORCH_BOX(&fusedaccum::fold));                 \
+  m.impl("found_inf", TORCH_BOX(&fusedaccum::found_inf));       \
+  m.impl("square_total", TORCH_BOX(&fusedaccum::square_total)); \
+  m.impl("close_window", TORCH_BOX(&fusedaccum::close_window)); \
+  m.impl("rescale", TORCH_BOX(&fusedaccum::rescale));           \
+  m.impl("emit", TORCH_BOX(&fusedaccum::emit));                 \
+  m.impl("adam", TORCH_BOX(&fusedaccum::adam));                 \
+  m.impl("sgd", TORCH_BOX(&fusedaccum::sgd))

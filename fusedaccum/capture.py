@@ -50,13 +50,13 @@ class Graphs:
         self.divisor: Tensor | None = None
         self.counts_updates = False
         # What graphs read and write: it must outlive them, and nobody says when they are gone.
-        self.held: list[object] = []
+        self.held: dict[int, object] = {}
 
     def prepare(self, buffers: list[FlatBuffer], optimizer: Optimizer) -> None:
         """At an eager boundary: make what a capture needs to find, where one is possible."""
         for buffer in buffers:
             alone = len(buffers) == 1 and rates_on_device(optimizer, buffer.device)
-            buffer.keeps_zero = alone or any(buffer is held for held in self.held)
+            buffer.keeps_zero = alone or id(buffer) in self.held
             if alone and (self.folds is None or self.folds.device != buffer.device):
                 make = {"dtype": torch.float64, "device": buffer.device}
                 self.folds, self.updates, self.divisor = (torch.zeros(1, **make) for _ in range(3))
@@ -93,7 +93,8 @@ class Graphs:
         self.in_capture += 1
         self.length = window.length
         self.marks = buffer.marks & TOUCHED
-        self.held += [buffer, buffer.scale_in_graph(), *window.update.tables(buffer)]
+        for held in (buffer, buffer.scale_in_graph(), *window.update.tables(buffer)):
+            self.held[id(held)] = held
 
     def leave(self, window: Window) -> None:
         """At the first call outside of the capture: what was captured has not run, and is no eager micro-batch."""
@@ -138,7 +139,7 @@ class Graphs:
 
     def check_eager(self, window: Window) -> None:
         """Refuse to go on where captured folds reach a buffer that is no longer the window's."""
-        if not self.captured or (window.is_located() and any(window.buffers[0] is held for held in self.held)):
+        if not self.captured or (window.is_located() and id(window.buffers[0]) in self.held):
             return
         raise RuntimeError(
             f"{NAME}: parameters were added, removed or unfrozen since step() was captured in a CUDA graph, whose "

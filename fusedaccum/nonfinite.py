@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fusedaccum.folding import describe
 from fusedaccum.options import NAME
 
 if TYPE_CHECKING:
     from fusedaccum.window import Window
 
-POLICIES = ("propagate", "skip_window", "skip_micro", "raise")
-
 
 class NonFinite:
-    """A policy, and under "skip_micro" the device's count of the micro-batches that were folded and left out.
+    """A policy, one of `options.NONFINITE`.
+
+    Under "skip_micro" also the device's count of the micro-batches that were folded and left out.
 
     kept: float64[1], those folded in the open window. Nothing here waits for the device but "raise" and `read_skipped`.
     """
@@ -51,8 +52,6 @@ class NonFinite:
 
     @staticmethod
     def _names(window: Window) -> str:
-        from fusedaccum.folding import describe
-
         bad = [p for p in window.params if p.grad is not None and not bool(p.grad.isfinite().all())]
         shown = ", ".join(describe(window, p) for p in bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
         return (

@@ -15,6 +15,7 @@ from fusedaccum.backends import NAMES
 from fusedaccum.flat_buffer import FLOAT_DTYPES
 
 NAME = "FusedAccumOptimizer"
+NONFINITE = ("propagate", "skip_window", "skip_micro", "raise")
 
 # Options whose only value in this version is the default: (default, what the others would do).
 NOT_YET = {
@@ -54,7 +55,7 @@ def check_options(**options: Any) -> Options:
             raise TypeError(f"{NAME}: unknown option {name!r}; the options are {sorted([*known, *NOT_YET])}")
     checked = Options(**options)
     _one_of("reduction", checked.reduction, ("mean", "sum"))
-    _one_of("nonfinite", checked.nonfinite, ("propagate", "skip_window", "skip_micro", "raise"))
+    _one_of("nonfinite", checked.nonfinite, NONFINITE)
     _one_of("update", checked.update, ("auto", "fused", "wrapped"))
     _one_of("backend", checked.backend, ("auto", *NAMES))
     _one_of("state_dtype", checked.state_dtype, (None, *FLOAT_DTYPES))

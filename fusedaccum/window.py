@@ -224,7 +224,8 @@ class Window:
         self.update.prepare(touched)
         skip = self._set_scalars(touched)
         self.update.apply(touched)
-        on_device = self.graphs.captured > 0
+        if on_device := self.graphs.captured > 0:
+            self.graphs.count_update(touched[0].scalars)
         self.reset()
         self.counts.window_closed(skip, counted_elsewhere=on_device)
         post_hooks()
@@ -323,8 +324,6 @@ class Window:
         self._norm = first.scalars[2]
         undecided = isinstance(self._divisor, Tensor) or self.nonfinite.skips_windows
         on_device = undecided and self.update.name == "fused" and not capture.is_capturing()
-        if self.graphs.captured:
-            self.graphs.count_update(first.scalars)
         return first.scalars[1].long() if on_device else None
 
     def reset(self) -> None:

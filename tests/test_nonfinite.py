@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import StepLR
-from wrapper_helpers import LOW_PRECISION, Toy, bits, tidy, wrap  # noqa: F401
+from wrapper_helpers import LOW_PRECISION, Toy, bits, tidy, use_two_buffers, wrap  # noqa: F401
 
-from fusedaccum import GatedScheduler, folding
+from fusedaccum import GatedScheduler
 
 INF, NAN = float("inf"), float("nan")
 both = pytest.mark.parametrize("update", ["fused", "wrapped"])
@@ -255,12 +255,7 @@ def test_an_open_window_with_something_left_out_is_saved(update, how):
 
 @skips
 def test_on_several_devices_one_decides_for_all(monkeypatch, policy):
-    build = folding.build
-
-    def both_halves(params, old, backend, also=None):
-        return [buffer for half in (params[::2], params[1::2]) for buffer in build(half, old, backend, also)]
-
-    monkeypatch.setattr(folding, "build", both_halves)
+    use_two_buffers(monkeypatch)
     run, twin = Run(MAKERS["adamw"], policy, steps=2), Run(MAKERS["adamw"], "propagate", steps=2)
     run.micro(0)
     run.micro(1, bad=(1, NAN))

@@ -5,25 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.optim import AdamW
-from wrapper_helpers import tidy, wrap  # noqa: F401
-
-from fusedaccum import folding
+from wrapper_helpers import tidy, use_two_buffers, wrap  # noqa: F401
 
 SHAPES = [(5,), (7, 3), (4097,), (2,)]
-
-
-@pytest.fixture
-def two_buffers(monkeypatch):
-    """Every other parameter lives on the second "device"."""
-    build = folding.build
-
-    def both(params, old, backend, also=None):
-        return [buffer for half in (params[::2], params[1::2]) for buffer in build(half, old, backend, also)]
-
-    def use(on):
-        monkeypatch.setattr(folding, "build", both if on else build)
-
-    return use
 
 
 def train(windows=3, **options):
@@ -42,10 +26,9 @@ def train(windows=3, **options):
 
 
 @pytest.mark.parametrize("options", [{}, {"max_norm": 0.1}, {"reduction": "sum", "max_norm": 3.0}], ids=str)
-def test_one_norm_over_all(two_buffers, options):
-    two_buffers(False)
+def test_one_norm_over_all(monkeypatch, options):
     want, want_norms, _ = train(**options)
-    two_buffers(True)
+    use_two_buffers(monkeypatch)
     got, norms, wrapper = train(**options)
     assert len(wrapper._window.buffers) == 2
     assert norms == pytest.approx(want_norms, rel=1e-12)
@@ -54,8 +37,8 @@ def test_one_norm_over_all(two_buffers, options):
 
 
 @pytest.mark.parametrize("bad", [0, 1], ids=["on the first", "on the second"])
-def test_a_refused_gradient_folds_none(two_buffers, bad):
-    two_buffers(True)
+def test_a_refused_gradient_folds_none(monkeypatch, bad):
+    use_two_buffers(monkeypatch)
     params, _, wrapper = train(windows=1)
     for p in params:
         p.grad = torch.ones_like(p)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.optim import SGD, AdamW
 
-from fusedaccum import FusedAccumOptimizer
+from fusedaccum import FusedAccumOptimizer, folding
 
 LOW_PRECISION = pytest.mark.filterwarnings("ignore:(?s).*master_weights")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -26,6 +26,16 @@ both_updates = pytest.mark.parametrize("update", ["fused", "wrapped"])
 def uniform(*shape, seed=0, dtype=torch.float32):
     """Values in [0.5, 1.5]: an Adam quotient of them is well conditioned."""
     return (torch.rand(shape, generator=torch.Generator().manual_seed(seed)) + 0.5).to(dtype)
+
+
+def use_two_buffers(monkeypatch) -> None:
+    """Have every other parameter live on a second "device", which is the CPU again: a flat buffer of its own."""
+    build = folding.build
+
+    def both(params, old, backend, also=None):
+        return [buffer for half in (params[::2], params[1::2]) for buffer in build(half, old, backend, also)]
+
+    monkeypatch.setattr(folding, "build", both)
 
 
 _made: list[FusedAccumOptimizer] = []

@@ -59,11 +59,6 @@ struct Adam {
   }
 };
 
-template <class T>
-FUSEDACCUM_DEVICE Stream<T, kStepWidth> stream_of(Entry entry, const Tile& tile) {
-  return {entry.data<T>() + tile.start};
-}
-
 // The mixtures of dtypes with code of their own, in one kernel; kAny is every other one, and has a kernel that is
 // slower.
 enum class Mix { kAny, kSingle, kSingleLow, kBFloat16Single, kBFloat16, kFloat16Single, kFloat16 };
@@ -100,8 +95,6 @@ FUSEDACCUM_DEVICE void adam_tile(const AdamTile& t, Param param, Moment exp_avg,
   const bool aligned = param.aligned() && exp_avg.aligned() && exp_avg_sq.aligned() && max_exp_avg_sq.aligned();
   each_pack<kStepWidth>(t.tile.count, aligned && master.aligned(), work);
 }
-
-using None = NoStream<kStepWidth>;
 
 template <bool kZero, class P, class M, class Master>
 FUSEDACCUM_DEVICE void adam_tile_of(const AdamTile& t, Master master) {
@@ -151,13 +144,9 @@ __global__ void __launch_bounds__(kThreads, kAny ? 2 : 3)
     adam_kernel(const StepCall call, const Table<Entry, kBytes> __grid_constant__ table) {
   const Tile tile = call.tiles[blockIdx.x];
   const Entries<kBytes> entry{table, call, tile.segment};
-  if (entry[kParam].absent() || is_left_alone(call, tile.segment)) return;
+  if (!is_updated<kZero>(call, tile, entry[kParam])) return;
   float* flat = call.flat + tile.flat_start;
   const Update& update = call.update;
-  if (update.scalars[1] != 0) {
-    if (kZero) zero_tile(flat, tile.count);
-    return;
-  }
   const AdamFactors& factors = shared_factors<AdamFactors>([&] {
     const double* row = update.hyper + update.groups[tile.segment] * kAdamColumns;
     AdamFactors made = adam_factors(row, update.steps[tile.segment], update.scalars[0]);
@@ -180,7 +169,7 @@ auto* choose_kernel(bool zero, bool any) {
 
 void adam(const Device& device, const Buffer& buffer, const Update& update, const Elements* const lists[5]) {
   const Elements* const all[] = {lists[0], lists[1], lists[2], lists[3], lists[4]};
-  launch_steps(device, buffer, update, all, [&](const Part& part, const StepCall& call, const auto& table) {
+  launch_steps("adam", device, buffer, update, all, [&](const Part& part, const StepCall& call, const auto& table) {
     bool any = false;
     for (int64_t k = part.begin; k < part.end; ++k) {
       const auto of = [&](int list) { return Entry::of(lists[list][k]); };
@@ -189,7 +178,6 @@ void adam(const Device& device, const Buffer& buffer, const Update& update, cons
     }
     auto* kernel = choose_kernel<kSizeOf<decltype(table)>>(update.zero, any);
     FUSEDACCUM_LAUNCH(kernel, part.tile_count, kThreads, device.stream, call, table);
-    check_launch("adam");
   });
 }
 

@@ -90,22 +90,17 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <int kBytes>
-void launch(const Device& device, const FoldCall& call, const Part& part, const Table<Entry, kBytes>& table) {
-  auto* kernel = call.partials ? fold_kernel<kBytes, true> : fold_kernel<kBytes, false>;
-  FUSEDACCUM_LAUNCH(kernel, part.tile_count, kThreads, device.stream, call, table);
-  check_launch("fold");
-}
-
 }  // namespace
 
 void fold(const Device& device, const Buffer& buffer, const Elements* grads, const float* scale, double* partials) {
   const auto wanted = [&](int64_t k) { return grads[k].data != nullptr; };
-  for_each_part(buffer, table_size<Entry>(device), wanted, [&](const Part& part) {
+  const auto fill = [&](int64_t k, Entry* entry) { *entry = Entry::of(grads[k], !touched(buffer, k)); };
+  launch_parts<Entry>("fold", device, buffer, 1, wanted, fill, [&](const Part& part, const auto& table) {
     double* partial = partials ? partials + part.first_tile : nullptr;
     const FoldCall call{buffer.flat, buffer.tiles + part.first_tile, partial, buffer.live, scale, part.begin};
-    const auto fill = [&](int64_t k, Entry* entry) { *entry = Entry::of(grads[k], !touched(buffer, k)); };
-    with_table<Entry>(part, 1, fill, [&](const auto& table) { launch(device, call, part, table); });
+    constexpr int kBytes = kSizeOf<decltype(table)>;
+    auto* kernel = partials ? fold_kernel<kBytes, true> : fold_kernel<kBytes, false>;
+    FUSEDACCUM_LAUNCH(kernel, part.tile_count, kThreads, device.stream, call, table);
   });
 }
 

@@ -66,13 +66,10 @@ void found_inf(const Device& device, const Buffer& buffer, const Elements* grads
   check_launch("found_inf");
   const auto wanted = [&](int64_t k) { return grads[k].data != nullptr; };
   const auto fill = [&](int64_t k, Entry* entry) { *entry = Entry::of(grads[k]); };
-  for_each_part(buffer, table_size<Entry>(device), wanted, [&](const Part& part) {
-    with_table<Entry>(part, 1, fill, [&](const auto& table) {
-      auto* kernel = found_inf_kernel<kSizeOf<decltype(table)>>;
-      FUSEDACCUM_LAUNCH(kernel, part.tile_count, kThreads, device.stream, buffer.tiles + part.first_tile, part.begin,
-                        found_inf, table);
-    });
-    check_launch("found_inf");
+  launch_parts<Entry>("found_inf", device, buffer, 1, wanted, fill, [&](const Part& part, const auto& table) {
+    auto* kernel = found_inf_kernel<kSizeOf<decltype(table)>>;
+    FUSEDACCUM_LAUNCH(kernel, part.tile_count, kThreads, device.stream, buffer.tiles + part.first_tile, part.begin,
+                      found_inf, table);
   });
 }
 

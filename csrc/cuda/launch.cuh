@@ -112,6 +112,24 @@ int64_t table_size(const Device& device) {
   return device.wide ? Table<T, kWideBytes>::kItems : Table<T, kNarrowBytes>::kItems;
 }
 
+// For the `wanted` segments, in as few launches as their tables allow: launch(part, table).
+template <class T, class Wanted, class Fill, class Launch>
+void launch_parts(const char* op, const Device& device, const Buffer& buffer, int64_t stride, const Wanted& wanted,
+                  const Fill& fill, const Launch& launch) {
+  for_each_part(buffer, table_size<T>(device) / stride, wanted, [&](const Part& part) {
+    with_table<T>(part, stride, fill, [&](const auto& table) { launch(part, table); });
+    check_launch(op);
+  });
+}
+
+// The same with the segments' marks.
+template <class Wanted, class Launch>
+void launch_with_marks(const char* op, const Device& device, const Buffer& buffer, const Wanted& wanted,
+                       const Launch& launch) {
+  const auto fill = [&](int64_t k, uint8_t* mark) { *mark = buffer.marks[k]; };
+  launch_parts<uint8_t>(op, device, buffer, 1, wanted, fill, launch);
+}
+
 inline bool touched(const Buffer& buffer, int64_t k) { return buffer.marks[k] & kTouched; }
 
 }  // namespace fusedaccum::cuda

@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "../call.h"
+#include "../schema.h"
 #include "kernels.h"
 
 namespace fusedaccum {
@@ -147,13 +148,4 @@ void sgd(Tensor flat, Tensor marks, const OptionalTensor& live, Tensor segments,
 #define FUSEDACCUM_CUDA_OPERATORS STABLE_TORCH_LIBRARY_IMPL(fusedaccum, CUDA, m)
 #endif
 
-FUSEDACCUM_CUDA_OPERATORS {
-  m.impl("fold", TORCH_BOX(&fusedaccum::fold));
-  m.impl("found_inf", TORCH_BOX(&fusedaccum::found_inf));
-  m.impl("square_total", TORCH_BOX(&fusedaccum::square_total));
-  m.impl("close_window", TORCH_BOX(&fusedaccum::close_window));
-  m.impl("rescale", TORCH_BOX(&fusedaccum::rescale));
-  m.impl("emit", TORCH_BOX(&fusedaccum::emit));
-  m.impl("adam", TORCH_BOX(&fusedaccum::adam));
-  m.impl("sgd", TORCH_BOX(&fusedaccum::sgd));
-}
+FUSEDACCUM_CUDA_OPERATORS { FUSEDACCUM_IMPLEMENT(m); }

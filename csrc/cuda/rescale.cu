@@ -70,27 +70,20 @@ __global__ void __launch_bounds__(kThreads)
 
 void rescale(const Device& device, const Buffer& buffer, const float* factor) {
   const auto wanted = [&](int64_t k) { return touched(buffer, k); };
-  const auto fill = [&](int64_t k, uint8_t* mark) { *mark = buffer.marks[k]; };
-  for_each_part(buffer, table_size<uint8_t>(device), wanted, [&](const Part& part) {
-    with_table<uint8_t>(part, 1, fill, [&](const auto& table) {
-      auto* kernel = rescale_kernel<kSizeOf<decltype(table)>>;
-      FUSEDACCUM_LAUNCH(kernel, part.tile_count, kThreads, device.stream, buffer.flat, buffer.tiles + part.first_tile,
-                        factor, part.begin, table);
-    });
-    check_launch("rescale");
+  launch_with_marks("rescale", device, buffer, wanted, [&](const Part& part, const auto& marks) {
+    auto* kernel = rescale_kernel<kSizeOf<decltype(marks)>>;
+    FUSEDACCUM_LAUNCH(kernel, part.tile_count, kThreads, device.stream, buffer.flat, buffer.tiles + part.first_tile,
+                      factor, part.begin, marks);
   });
 }
 
 void emit(const Device& device, const Buffer& buffer, const float* scalars, const Elements* grads) {
   const auto wanted = [&](int64_t k) { return touched(buffer, k) && grads[k].data != nullptr; };
   const auto fill = [&](int64_t k, Entry* entry) { *entry = wanted(k) ? Entry::of(grads[k]) : Entry{0}; };
-  for_each_part(buffer, table_size<Entry>(device), wanted, [&](const Part& part) {
-    with_table<Entry>(part, 1, fill, [&](const auto& table) {
-      auto* kernel = emit_kernel<kSizeOf<decltype(table)>>;
-      FUSEDACCUM_LAUNCH(kernel, part.tile_count, kThreads, device.stream, buffer.flat, buffer.tiles + part.first_tile,
-                        buffer.live, scalars, part.begin, table);
-    });
-    check_launch("emit");
+  launch_parts<Entry>("emit", device, buffer, 1, wanted, fill, [&](const Part& part, const auto& table) {
+    auto* kernel = emit_kernel<kSizeOf<decltype(table)>>;
+    FUSEDACCUM_LAUNCH(kernel, part.tile_count, kThreads, device.stream, buffer.flat, buffer.tiles + part.first_tile,
+                      buffer.live, scalars, part.begin, table);
   });
 }
 

@@ -60,14 +60,11 @@ FUSEDACCUM_DEVICE void sgd_tile(const SgdTile& t, Param param, Momentum buffer, 
   each_pack<kStepWidth>(t.tile.count, param.aligned() && buffer.aligned() && master.aligned(), work);
 }
 
-using None = NoStream<kStepWidth>;
-using Single = Stream<float, kStepWidth>;
-
 template <bool kZero, class P, class Momentum>
 FUSEDACCUM_DEVICE void sgd_tile_of(const SgdTile& t, Momentum buffer) {
-  const Stream<P, kStepWidth> param{t.param.data<P>() + t.tile.start};
+  const auto param = stream_of<P>(t.param, t.tile);
   if (std::is_same_v<P, float> || t.master.absent()) return sgd_tile<kZero>(t, param, buffer, None{});
-  sgd_tile<kZero>(t, param, buffer, Single{t.master.data<float>() + t.tile.start});
+  sgd_tile<kZero>(t, param, buffer, stream_of<float>(t.master, t.tile));
 }
 
 // Any mixture of dtypes.
@@ -85,10 +82,9 @@ template <bool kZero, class P>
 FUSEDACCUM_DEVICE void sgd_tile_by_buffer(const SgdTile& t) {
   if (std::is_same_v<P, float> && !t.master.absent()) return sgd_tile_of_any_kind<kZero>(t);
   if (t.buffer.absent()) return sgd_tile_of<kZero, P>(t, None{});
-  if (t.buffer.dtype() == DType::kFloat32)
-    return sgd_tile_of<kZero, P>(t, Single{t.buffer.data<float>() + t.tile.start});
+  if (t.buffer.dtype() == DType::kFloat32) return sgd_tile_of<kZero, P>(t, stream_of<float>(t.buffer, t.tile));
   if (!std::is_same_v<P, float> && t.buffer.dtype() == t.param.dtype())
-    return sgd_tile_of<kZero, P>(t, Stream<P, kStepWidth>{t.buffer.data<P>() + t.tile.start});
+    return sgd_tile_of<kZero, P>(t, stream_of<P>(t.buffer, t.tile));
   sgd_tile_of_any_kind<kZero>(t);
 }
 
@@ -109,13 +105,9 @@ __global__ void __launch_bounds__(kThreads)
     sgd_kernel(const StepCall call, const Table<Entry, kBytes> __grid_constant__ table) {
   const Tile tile = call.tiles[blockIdx.x];
   const Entries<kBytes> entry{table, call, tile.segment};
-  if (entry[kParam].absent() || is_left_alone(call, tile.segment)) return;
+  if (!is_updated<kZero>(call, tile, entry[kParam])) return;
   float* flat = call.flat + tile.flat_start;
   const Update& update = call.update;
-  if (update.scalars[1] != 0) {
-    if (kZero) zero_tile(flat, tile.count);
-    return;
-  }
   const SgdFactors& factors = shared_factors<SgdFactors>([&] {
     const double* row = update.hyper + update.groups[tile.segment] * kSgdColumns;
     return sgd_factors(row, update.steps[tile.segment], update.scalars[0]);
@@ -128,11 +120,10 @@ __global__ void __launch_bounds__(kThreads)
 
 void sgd(const Device& device, const Buffer& buffer, const Update& update, const Elements* const lists[3]) {
   const Elements* const all[] = {lists[0], lists[1], lists[2]};
-  launch_steps(device, buffer, update, all, [&](const Part& part, const StepCall& call, const auto& table) {
+  launch_steps("sgd", device, buffer, update, all, [&](const Part& part, const StepCall& call, const auto& table) {
     constexpr int kBytes = kSizeOf<decltype(table)>;
     auto* kernel = update.zero ? sgd_kernel<kBytes, true> : sgd_kernel<kBytes, false>;
     FUSEDACCUM_LAUNCH(kernel, part.tile_count, kThreads, device.stream, call, table);
-    check_launch("sgd");
   });
 }
 

@@ -83,8 +83,7 @@ __global__ void __launch_bounds__(kThreads)
 
 void sum_touched(const Device& device, const Buffer& buffer, const double* partials, double* total) {
   bool add = false;
-  const auto fill = [&](int64_t k, uint8_t* mark) { *mark = buffer.marks[k]; };
-  const auto launch = [&](const Part& part) {
+  const auto launch = [&](const Part& part, const auto& marks) {
     const int64_t wished = (part.tile_count + kTilesPerBlock - 1) / kTilesPerBlock;
     const int64_t blocks = std::clamp(wished, int64_t(1), kSumBlocks);
     const SumCall call{partials + part.first_tile,
@@ -94,29 +93,24 @@ void sum_touched(const Device& device, const Buffer& buffer, const double* parti
                        part.begin,
                        total,
                        add};
-    with_table<uint8_t>(part, 1, fill, [&](const auto& table) {
-      auto* kernel = sum_kernel<kSizeOf<decltype(table)>>;
-      FUSEDACCUM_LAUNCH(kernel, blocks, kThreads, device.stream, call, table);
-    });
-    check_launch("square_total");
+    auto* kernel = sum_kernel<kSizeOf<decltype(marks)>>;
+    FUSEDACCUM_LAUNCH(kernel, blocks, kThreads, device.stream, call, marks);
     add = true;
   };
-  for_each_part(buffer, table_size<uint8_t>(device), [&](int64_t k) { return touched(buffer, k); }, launch);
-  if (!add) launch(Part{0, 0, 0, 0});  // nothing is touched: the sum is 0
+  launch_with_marks("square_total", device, buffer, [&](int64_t k) { return touched(buffer, k); }, launch);
+  if (add) return;
+  launch(Part{0, 0, 0, 0}, Table<uint8_t, kNarrowBytes>{});  // nothing is touched: the sum is 0
+  check_launch("square_total");
 }
 
 }  // namespace
 
 void square_total(const Device& device, const Buffer& buffer, double* partials, double* total) {
   const auto stale = [&](int64_t k) { return touched(buffer, k) && !(buffer.marks[k] & kFresh); };
-  const auto fill = [&](int64_t k, uint8_t* mark) { *mark = buffer.marks[k]; };
-  for_each_part(buffer, table_size<uint8_t>(device), stale, [&](const Part& part) {
-    with_table<uint8_t>(part, 1, fill, [&](const auto& table) {
-      auto* kernel = square_kernel<kSizeOf<decltype(table)>>;
-      FUSEDACCUM_LAUNCH(kernel, part.tile_count, kThreads, device.stream, buffer.flat, buffer.tiles + part.first_tile,
-                        partials + part.first_tile, part.begin, table);
-    });
-    check_launch("square_total");
+  launch_with_marks("square_total", device, buffer, stale, [&](const Part& part, const auto& marks) {
+    auto* kernel = square_kernel<kSizeOf<decltype(marks)>>;
+    FUSEDACCUM_LAUNCH(kernel, part.tile_count, kThreads, device.stream, buffer.flat, buffer.tiles + part.first_tile,
+                      partials + part.first_tile, part.begin, marks);
   });
   sum_touched(device, buffer, partials, total);
 }

@@ -20,7 +20,12 @@ struct StepCall {
   int slot[kMaxLists];  // where in them each list stands; -1 where the list is empty
 };
 
-FUSEDACCUM_DEVICE bool is_left_alone(const StepCall& call, int64_t segment) { return call.live && !call.live[segment]; }
+using None = NoStream<kStepWidth>;
+
+template <class T>
+FUSEDACCUM_DEVICE Stream<T, kStepWidth> stream_of(Entry entry, const Tile& tile) {
+  return {entry.data<T>() + tile.start};
+}
 
 // The entries of one segment.
 template <int kBytes>
@@ -61,9 +66,18 @@ FUSEDACCUM_DEVICE void zero_tile(float* flat, int64_t count) {
   each_pack<8>(count, true, work);
 }
 
+// Whether the rule is to be applied to a tile. Where the update is skipped, what was asked of zeroing is done here.
+template <bool kZero>
+FUSEDACCUM_DEVICE bool is_updated(const StepCall& call, const Tile& tile, Entry param) {
+  if (param.absent() || (call.live && !call.live[tile.segment])) return false;
+  const bool skip = call.update.scalars[1] != 0;
+  if (kZero && skip) zero_tile(call.flat + tile.flat_start, tile.count);
+  return !skip;
+}
+
 // Calls launch(part, call, table) for all touched segments. lists[0] are the parameters.
 template <int kLists, class Launch>
-void launch_steps(const Device& device, const Buffer& buffer, const Update& update,
+void launch_steps(const char* op, const Device& device, const Buffer& buffer, const Update& update,
                   const Elements* const (&lists)[kLists], const Launch& launch) {
   StepCall call{buffer.flat, nullptr, buffer.live, update, 0, 0, {}};
   const auto any = [&](const Elements* list) {
@@ -76,10 +90,10 @@ void launch_steps(const Device& device, const Buffer& buffer, const Update& upda
     for (int i = 0; i < kLists; ++i)
       if (call.slot[i] >= 0) entries[call.slot[i]] = wanted(k) ? Entry::of(lists[i][k]) : Entry{0};
   };
-  for_each_part(buffer, table_size<Entry>(device) / call.stride, wanted, [&](const Part& part) {
+  launch_parts<Entry>(op, device, buffer, call.stride, wanted, fill, [&](const Part& part, const auto& table) {
     call.tiles = buffer.tiles + part.first_tile;
     call.first_segment = part.begin;
-    with_table<Entry>(part, call.stride, fill, [&](const auto& table) { launch(part, call, table); });
+    launch(part, call, table);
   });
 }
 

@@ -84,6 +84,31 @@ def _zero_tile(flat, start, count):
         _zero(flat + (start + done), count - done, TAIL, TAIL_BLOCK)
 
 
+@triton.jit
+def _by_kind(
+    RULE: tl.constexpr,
+    flat,
+    scalars,
+    row,
+    step,
+    lists,
+    first,
+    start,
+    count,
+    kind,
+    KINDS: tl.constexpr,
+    ZERO: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Apply a rule, `_adam_tile` or `_sgd_tile`, to a tile of one of KINDS: the kinds there is code for."""
+    for k in tl.static_range(len(KINDS)):
+        if kind == KINDS[k]:
+            if (count == TILE) & _are_aligned(lists, KINDS[k]):
+                RULE(flat, scalars, row, step, lists, first, start, TILE, KINDS[k], ZERO, WHOLE, BLOCK)
+            else:
+                RULE(flat, scalars, row, step, lists, first, start, count, KINDS[k], ZERO, TAIL, TAIL_BLOCK)
+
+
 @triton.jit(do_not_specialize=["segment_count"])
 def adam_tiles(
     flat,
@@ -113,14 +138,7 @@ def adam_tiles(
             lists = (params, exp_avgs, exp_avg_sqs, v_maxes, tl.load(entry + 5 * segment_count))
             # Without amsgrad v_max is neither read nor written, though there may be one from before.
             kind = tl.where(tl.load(row + 6) != 0, word >> 1, (word >> 1) & ~(3 << 6))
-            for k in tl.static_range(len(KINDS)):
-                if kind == KINDS[k]:
-                    if (count == TILE) & _are_aligned(lists, KINDS[k]):
-                        _adam_tile(flat, scalars, row, step, lists, first, start, TILE, KINDS[k], ZERO, WHOLE, BLOCK)
-                    else:
-                        _adam_tile(
-                            flat, scalars, row, step, lists, first, start, count, KINDS[k], ZERO, TAIL, TAIL_BLOCK
-                        )
+            _by_kind(_adam_tile, flat, scalars, row, step, lists, first, start, count, kind, KINDS, ZERO, BLOCK)
         elif ZERO:
             _zero_tile(flat, start, count)
 
@@ -208,14 +226,7 @@ def sgd_tiles(
             lists = (params, buffers, tl.load(entry + 3 * segment_count))
             # Without momentum its buffer is neither read nor written, though there may be one from before.
             kind = tl.where(tl.load(row + 1) != 0, word >> 1, (word >> 1) & ~(3 << 2))
-            for k in tl.static_range(len(KINDS)):
-                if kind == KINDS[k]:
-                    if (count == TILE) & _are_aligned(lists, KINDS[k]):
-                        _sgd_tile(flat, scalars, row, step, lists, first, start, TILE, KINDS[k], ZERO, WHOLE, BLOCK)
-                    else:
-                        _sgd_tile(
-                            flat, scalars, row, step, lists, first, start, count, KINDS[k], ZERO, TAIL, TAIL_BLOCK
-                        )
+            _by_kind(_sgd_tile, flat, scalars, row, step, lists, first, start, count, kind, KINDS, ZERO, BLOCK)
         elif ZERO:
             _zero_tile(flat, start, count)
 
