@@ -70,9 +70,9 @@ FUSEDACCUM_DEVICE void zero_tile(float* flat, int64_t count) {
 template <bool kZero>
 FUSEDACCUM_DEVICE bool is_updated(const StepCall& call, const Tile& tile, Entry param) {
   if (param.absent() || (call.live && !call.live[tile.segment])) return false;
-  const bool skip = call.update.scalars[1] != 0;
-  if (kZero && skip) zero_tile(call.flat + tile.flat_start, tile.count);
-  return !skip;
+  if (call.update.scalars[1] == 0) return true;
+  if (kZero) zero_tile(call.flat + tile.flat_start, tile.count);
+  return false;
 }
 
 // Calls launch(part, call, table) for all touched segments. lists[0] are the parameters.
