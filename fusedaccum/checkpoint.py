@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from fusedaccum.flat_buffer import in_memory_order
-from fusedaccum.options import NAME, parameters
+from fusedaccum.options import NAME, PLAIN, WEIGHTED, parameters
 from fusedaccum.update import FusedUpdate
-from fusedaccum.window import PLAIN, WEIGHTED, Window
+from fusedaccum.window import Window
 
 KEY = "fusedaccum"
 VERSION = 1
@@ -77,7 +77,7 @@ def _saved_sum(window: Window, p: Tensor) -> Tensor | None:
     buffer, k = window.place.get(p, (None, 0))
     if buffer is None or not buffer.holds_sum(k):
         return None
-    view = window.undivided(buffer.view(k))
+    view = window.boundary.undivided(window, buffer.view(k))
     # The end of the window zeroes such a buffer, also the one that loading begins with.
     return view.clone() if buffer.keeps_zero else view
 

@@ -155,12 +155,12 @@ class FusedAccumOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        mean_of, sum_of = self._counts(*given)  # after the closure, which may have called micro_batch()
+        counts = window.counts_of(*given)  # after the closure, which may have called micro_batch()
         with torch.no_grad():
             if not capture.is_capturing() and folding.is_state_probe(window.optimizer):
                 window.optimizer.step()
                 return loss
-            window.micro_batch(mean_of, sum_of)
+            window.micro_batch(*counts)
             window.announced = None
             if window.full:
                 self._close_window()
@@ -180,25 +180,7 @@ class FusedAccumOptimizer(Optimizer):
             raise ValueError(
                 f"{NAME}: micro_batch(last={last!r}) is not supported (reducing the window over ranks); leave it out"
             )
-        mean_of, sum_of = (
-            # A copy: the caller may count the next batch in the same tensor before step() is called.
-            n.clone() if isinstance(n, Tensor) else n
-            for n in one_count(mean_of, sum_of)
-        )
-        weighted = mean_of is not None or sum_of is not None
-        self._window.check_mode(weighted)
-        self._window.announced = (mean_of, sum_of) if weighted else None
-
-    def _counts(self, mean_of: Any, sum_of: Any) -> tuple[Any, Any]:
-        announced = self._window.announced
-        if announced is None:
-            return mean_of, sum_of
-        if mean_of is not None or sum_of is not None:
-            raise ValueError(
-                f"{NAME}: this micro-batch was given a count by micro_batch() and another by step(); give it in one "
-                "place"
-            )
-        return announced
+        self._window.announce(*one_count(mean_of, sum_of))
 
     def _check_open(self) -> None:
         if self._window.closed:
@@ -222,7 +204,8 @@ class FusedAccumOptimizer(Optimizer):
         return True if self._window.graphs.captured else self.updated
 
     def _close_window(self) -> None:
-        self._window.close_window(lambda: hooks.before_update(self), lambda: hooks.after_update(self))
+        window = self._window
+        window.boundary.close(window, lambda: hooks.before_update(self), lambda: hooks.after_update(self))
 
     # What can be asked
 

@@ -15,6 +15,7 @@ from fusedaccum.backends import NAMES
 from fusedaccum.flat_buffer import FLOAT_DTYPES
 
 NAME = "FusedAccumOptimizer"
+PLAIN, WEIGHTED = "plain", "weighted"  # micro-batches without and with item counts
 NONFINITE = ("propagate", "skip_window", "skip_micro", "raise")
 
 # Options whose only value in this version is the default: (default, what the others would do).

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from operator import is_
 from typing import Any
@@ -13,15 +12,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fusedaccum import capture, folding
+from fusedaccum.boundary import Boundary
 from fusedaccum.counts import Counts
 from fusedaccum.flat_buffer import FlatBuffer
 from fusedaccum.nonfinite import NonFinite
 from fusedaccum.notices import warn_low_precision, warn_open_window
-from fusedaccum.options import NAME, Options, as_float64, check_params, parameters
+from fusedaccum.options import NAME, PLAIN, WEIGHTED, Options, as_float64, check_params, parameters
 from fusedaccum.rules import why_not_fused
 from fusedaccum.update import FusedUpdate, Update, WrappedUpdate
-
-PLAIN, WEIGHTED = "plain", "weighted"
 
 
 class Window:
@@ -50,11 +48,9 @@ class Window:
         self.params: list[Tensor] = []
         self._unplaced: list[Tensor] = []
         self._group_sizes: list[int] = []
-        self._norm: Tensor | None = None
-        self._in_pre_hook = False
-        self._exposed = False
+        self.norm: Tensor | None = None  # of what the last window updated with
+        self.boundary = Boundary()
         self._warned = False
-        self._divisor: float | Tensor = 1.0
         self.update = self.choose_update()
 
     # What was chosen
@@ -177,6 +173,25 @@ class Window:
                 "given; give mean_of or sum_of with every micro-batch of a window or with none, or reset() the window"
             )
 
+    def announce(self, mean_of: float | Tensor | None, sum_of: float | Tensor | None) -> None:
+        """Keep the item count of the coming micro-batch."""
+        weighted = mean_of is not None or sum_of is not None
+        self.check_mode(weighted)
+        # A copy: the caller may count the next batch in the same tensor before step() is called.
+        given = tuple(n.clone() if isinstance(n, Tensor) else n for n in (mean_of, sum_of))
+        self.announced = given if weighted else None
+
+    def counts_of(self, mean_of: float | Tensor | None, sum_of: float | Tensor | None) -> tuple[Any, Any]:
+        """The item count of a micro-batch: what was announced, or what step() was given."""
+        if self.announced is None:
+            return mean_of, sum_of
+        if mean_of is not None or sum_of is not None:
+            raise ValueError(
+                f"{NAME}: this micro-batch was given a count by micro_batch() and another by step(); give it in one "
+                "place"
+            )
+        return self.announced
+
     @property
     def full(self) -> bool:
         return self.pending >= self.length
@@ -200,80 +215,6 @@ class Window:
             return self.nonfinite.kept / self.length if self.options.reduction == "mean" else self.nonfinite.kept > 0
         return self.pending / self.length if self.options.reduction == "mean" else 1.0
 
-    def close_window(self, pre_hooks: Callable[[], None], post_hooks: Callable[[], None]) -> None:
-        """Update the parameters with what the window holds, and begin the next one.
-
-        pre_hooks and post_hooks are called around the update, and not at all where no gradient came in the window.
-        Where something raises before the update, the window is as it was.
-        """
-        self.locate()
-        folding.follow(self, thorough=True)
-        touched = [buffer for buffer in self.buffers if buffer.touched]
-        if self._skipped_here(touched):
-            self.reset()
-            return
-        if self.nonfinite.skips_windows and self.update.name == "wrapped" and self._is_skipped_now(touched):
-            return
-        self._run_pre_hooks(pre_hooks, touched)
-        if not self.pending and not self.graphs.captured:  # a hook has called reset() or close()
-            return
-        self.locate()
-        touched = [buffer for buffer in self.buffers if buffer.touched]
-        if not capture.is_capturing():
-            self.graphs.prepare(self.buffers, self.optimizer)
-        self.update.prepare(touched)
-        skip = self._set_scalars(touched)
-        self.update.apply(touched)
-        if on_device := self.graphs.captured > 0:
-            self.graphs.count_update(touched[0].scalars)
-        self.reset()
-        self.counts.window_closed(skip, counted_elsewhere=on_device)
-        post_hooks()
-
-    def _skipped_here(self, touched: list[FlatBuffer]) -> bool:
-        """Whether the host ends this window without an update: it holds no gradient, or items that count 0.
-
-        In the fused update a count on the device is left to the device, and nothing waits for it.
-        """
-        no_items = False
-        if self.mode == WEIGHTED and (self.update.name == "wrapped" or not isinstance(self.items, Tensor)):
-            no_items = bool(self.items == 0)
-        if no_items:
-            self.counts.window_skipped()
-        return no_items or not touched
-
-    def _is_skipped_now(self, touched: list[FlatBuffer]) -> bool:
-        """Whether a wrapped update is left out, and its window closed: the optimizer is not called, nor any hook."""
-        self._divisor = self.divisor()
-        self._set_scalars(touched)
-        skipped = bool(touched[0].scalars[1])
-        if skipped:
-            self.reset()
-            self.counts.window_skipped()
-        return skipped
-
-    def _run_pre_hooks(self, pre_hooks: Callable[[], None], touched: list[FlatBuffer]) -> None:
-        """What the hooks saw of the buffer they may have edited, so its norm is taken again."""
-        if self._in_pre_hook:
-            raise RuntimeError(
-                f"{NAME}: flush() or a full window inside a step pre-hook, which runs because the window is being "
-                "closed; leave that call out of the hook"
-            )
-        self._divisor = self.divisor()
-        self._in_pre_hook, self._exposed = True, False
-        before = self._divisor
-        try:
-            pre_hooks()
-        except BaseException:
-            if self._divisor is not before and self.pending:  # master_grad made means of the sums
-                self.rescale(before)
-            raise
-        finally:
-            self._in_pre_hook = False
-            if self._exposed:
-                for buffer in touched:
-                    buffer.stale_norm()
-
     def master_grad(self, param: Tensor) -> Tensor:
         """See `FusedAccumOptimizer.master_grad`."""
         if not isinstance(param, Tensor):
@@ -287,44 +228,14 @@ class Window:
                 )
             dtype = torch.complex64 if param.is_complex() else torch.float32
             return torch.zeros_like(param, dtype=dtype, requires_grad=False)
-        if self._in_pre_hook:
-            self._exposed = True
-            divisor = self._divisor
-            if isinstance(divisor, Tensor):
-                empty = divisor == 0
-                self.rescale(torch.where(empty, 0.0, 1.0 / divisor))
-                self._divisor = torch.where(empty, 0.0, 1.0)
-            elif divisor != 1.0:
-                self.rescale(1.0 / divisor)
-                self._divisor = 1.0
+        self.boundary.show(self)
         return buffer.hand_out(k)
-
-    def undivided(self, sums: Tensor) -> Tensor:
-        """`sums` as they count in a saved window: in a pre-hook `master_grad` may have divided them already."""
-        if self._in_pre_hook and self._exposed:
-            was = self.divisor()
-            return sums * was if isinstance(was, Tensor) or was != 1.0 else sums
-        return sums
 
     def rescale(self, factor: float | Tensor) -> None:
         """Multiply every sum of this window by `factor`."""
         for buffer in self.buffers:
             if buffer.touched:
                 buffer.rescale(factor)
-
-    def _set_scalars(self, touched: list[FlatBuffer]) -> Tensor | None:
-        """Norm, clip factor, divisor and skip on every device; returns the skip flag where the device decides it."""
-        first = touched[0]
-        total = first.square_total()
-        for buffer in touched[1:]:
-            total = total + buffer.square_total().to(first.device)
-        max_norm = math.inf if self.options.max_norm is None else float(self.options.max_norm)
-        for buffer in touched:
-            buffer.close_window(total.to(buffer.device), self._divisor, max_norm, self.nonfinite.skips_windows)
-        self._norm = first.scalars[2]
-        undecided = isinstance(self._divisor, Tensor) or self.nonfinite.skips_windows
-        on_device = undecided and self.update.name == "fused" and not capture.is_capturing()
-        return first.scalars[1].long() if on_device else None
 
     def reset(self) -> None:
         """Drop what the window holds and begin the next."""
@@ -372,7 +283,7 @@ class Window:
 
     @property
     def grad_norm(self) -> float | None:
-        return None if self._norm is None else float(self._norm)
+        return None if self.norm is None else float(self.norm)
 
     @property
     def will_update(self) -> bool:
@@ -389,7 +300,7 @@ class Window:
         """What a copy of a wrapper has beyond a saved window."""
         self.steps, self.announced = steps, announced
         self.counts.set(self.counts.updates, self.counts.skipped_windows, updated)
-        self._norm = None if grad_norm is None else torch.tensor(grad_norm, device="cpu")
+        self.norm = None if grad_norm is None else torch.tensor(grad_norm, device="cpu")
 
     def __del__(self) -> None:
         if getattr(self, "pending", 0) and not self.saved and not self.closed and not self.graphs.captured:

@@ -1,0 +1,140 @@
+"""The boundary: what step hooks may see and edit of a window, its norm, and the update that it ends with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fusedaccum import capture, folding
+from fusedaccum.flat_buffer import FlatBuffer
+from fusedaccum.options import NAME, WEIGHTED
+
+if TYPE_CHECKING:
+    from fusedaccum.window import Window
+
+
+class Boundary:
+    """Ends the windows of one wrapper.
+
+    divisor: what the sums, as they stand, have to be divided by. Hooks that look at them find means: they were divided
+    then, and it is 1.
+    """
+
+    def __init__(self) -> None:
+        self.divisor: float | Tensor = 1.0
+        self.in_pre_hook = False
+        self._shown = False  # to a pre-hook, which may have edited it
+
+    def close(self, window: Window, pre_hooks: Callable[[], None], post_hooks: Callable[[], None]) -> None:
+        """Update the parameters with what the window holds, and begin the next one.
+
+        pre_hooks and post_hooks are called around the update, and not at all where no gradient came in the window.
+        Where something raises before the update, the window is as it was.
+        """
+        window.locate()
+        folding.follow(window, thorough=True)
+        touched = [buffer for buffer in window.buffers if buffer.touched]
+        if _is_empty(window, touched):
+            window.reset()
+            return
+        if window.nonfinite.may_skip and window.update.name == "wrapped" and self._is_skipped_now(window, touched):
+            return
+        self._run_pre_hooks(window, pre_hooks, touched)
+        if not window.pending and not window.graphs.captured:  # a hook has called reset() or close()
+            return
+        window.locate()
+        touched = [buffer for buffer in window.buffers if buffer.touched]
+        if not capture.is_capturing():
+            window.graphs.prepare(window.buffers, window.optimizer)
+        window.update.prepare(touched)
+        skip = self._set_scalars(window, touched)
+        window.update.apply(touched)
+        if on_device := window.graphs.captured > 0:
+            window.graphs.count_update(touched[0].scalars)
+        window.reset()
+        window.counts.window_closed(skip, counted_elsewhere=on_device)
+        post_hooks()
+
+    def _is_skipped_now(self, window: Window, touched: list[FlatBuffer]) -> bool:
+        """Whether a wrapped update is left out, and its window closed: the optimizer is not called, nor any hook."""
+        self.divisor = window.divisor()
+        self._set_scalars(window, touched)
+        skipped = bool(touched[0].scalars[1])
+        if skipped:
+            window.reset()
+            window.counts.window_skipped()
+        return skipped
+
+    def _run_pre_hooks(self, window: Window, pre_hooks: Callable[[], None], touched: list[FlatBuffer]) -> None:
+        """What the hooks saw of the buffer they may have edited, so its norm is taken again."""
+        if self.in_pre_hook:
+            raise RuntimeError(
+                f"{NAME}: flush() or a full window inside a step pre-hook, which runs because the window is being "
+                "closed; leave that call out of the hook"
+            )
+        self.divisor = window.divisor()
+        self.in_pre_hook, self._shown = True, False
+        before = self.divisor
+        try:
+            pre_hooks()
+        except BaseException:
+            if self.divisor is not before and window.pending:  # `show` made means of the sums
+                window.rescale(before)
+            raise
+        finally:
+            self.in_pre_hook = False
+            if self._shown:
+                for buffer in touched:
+                    buffer.stale_norm()
+
+    def show(self, window: Window) -> None:
+        """Somebody is about to look at the sums: inside a pre-hook they are made means, once."""
+        if not self.in_pre_hook:
+            return
+        self._shown = True
+        divisor = self.divisor
+        if isinstance(divisor, Tensor):
+            empty = divisor == 0
+            window.rescale(torch.where(empty, 0.0, 1.0 / divisor))
+            self.divisor = torch.where(empty, 0.0, 1.0)
+        elif divisor != 1.0:
+            window.rescale(1.0 / divisor)
+            self.divisor = 1.0
+
+    def undivided(self, window: Window, sums: Tensor) -> Tensor:
+        """`sums` as they count in a saved window: in a pre-hook `show` may have divided them already."""
+        if self.in_pre_hook and self._shown:
+            was = window.divisor()
+            return sums * was if isinstance(was, Tensor) or was != 1.0 else sums
+        return sums
+
+    def _set_scalars(self, window: Window, touched: list[FlatBuffer]) -> Tensor | None:
+        """Norm, clip factor, divisor and skip on every device; returns the skip flag where the device decides it."""
+        first, skips = touched[0], window.nonfinite.skips_windows
+        total = first.square_total()
+        for buffer in touched[1:]:
+            total = total + buffer.square_total().to(first.device)
+        max_norm = math.inf if window.options.max_norm is None else float(window.options.max_norm)
+        for buffer in touched:
+            buffer.close_window(total.to(buffer.device), self.divisor, max_norm, skips)
+        window.norm = first.scalars[2]
+        undecided = isinstance(self.divisor, Tensor) or skips
+        on_device = undecided and window.update.name == "fused" and not capture.is_capturing()
+        return first.scalars[1].long() if on_device else None
+
+
+def _is_empty(window: Window, touched: list[FlatBuffer]) -> bool:
+    """Whether the host ends this window without an update: it holds no gradient, or items that count 0.
+
+    In the fused update a count on the device is left to the device, and nothing waits for it.
+    """
+    no_items = False
+    if window.mode == WEIGHTED and (window.update.name == "wrapped" or not isinstance(window.items, Tensor)):
+        no_items = bool(window.items == 0)
+    if no_items:
+        window.counts.window_skipped()
+    return no_items or not touched
