@@ -106,8 +106,12 @@ class Graphs:
         """Why no step of this window can be captured, in words that complete "because"; None if it can."""
         if window.update.name != "fused":
             return "only the fused update can be; use AdamW, Adam or SGD and update='auto'"
+        if not window.coming.is_fixed:
+            return "steps is a function, which only the host can call; set steps to a number"
         if weighted:
             return "item counts are given, which the host reads; leave mean_of and sum_of out"
+        if window.options.amp_scaling:
+            return "amp_scaling=True takes another scale for every micro-batch; use bfloat16, which needs none"
         if window.nonfinite.looks:
             return f"nonfinite={window.nonfinite.policy!r} looks at every micro-batch; use 'propagate' or 'skip_window'"
         if eager := window.pending - self.in_capture:

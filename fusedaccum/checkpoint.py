@@ -52,11 +52,13 @@ def save(window: Window) -> dict[str, Any]:
     masters = [_saved_master(window, p) for p in positions.values()]
     unstarted = _unstarted(window, positions)
     layout = _state_layout(window, positions, unstarted)
+    # A function is not asked how long a window would be that nobody may begin.
+    length = window.length_now() if pending or window.coming.is_fixed else 1
     return {
         "version": VERSION,
-        "steps": window.length if pending else window.steps,
+        "steps": length,
         "pending": pending,
-        "length": max(window.length, pending),  # a loaded window may be longer than this wrapper's steps
+        "length": max(length, pending),  # a loaded window may be longer than this wrapper's steps
         "reduction": window.options.reduction,
         "mode": window.mode if pending else None,
         "items": (window.items if pending else 0.0,),
@@ -284,11 +286,14 @@ def _check_tensors(saved: dict[str, Any], positions: dict[int, Tensor]) -> None:
 
 def _warn_of_other_steps(window: Window, saved: dict[str, Any]) -> None:
     """Before anything is loaded: where warnings are errors, nothing is loaded then."""
-    if saved["pending"] and saved["steps"] != window.steps:
+    if not saved["pending"]:
+        return
+    steps = window.coming.of_update(lambda: saved["updates"])
+    if saved["steps"] != steps:
         warnings.warn(
             f"{NAME}: the loaded window was begun with steps={saved['steps']} and this wrapper has "
-            f"steps={window.steps}; its {saved['pending']} micro-batches are kept and the window closes at "
-            f"{max(window.steps, saved['pending'] + 1)}",
+            f"steps={steps}; its {saved['pending']} micro-batches are kept and the window closes at "
+            f"{max(steps, saved['pending'] + 1)}",
             UserWarning,
             stacklevel=6,
         )
@@ -336,12 +341,14 @@ def _take_counts(window: Window, saved: dict[str, Any]) -> None:
     (items,) = saved["items"]
     window.items = items.clone() if isinstance(items, Tensor) else items
     window.mode = saved["mode"]
+    if saved["pending"]:
+        window.length = window.coming.of_update(lambda: saved["updates"])
     window.pending = saved["pending"]
     window.nonfinite.resume(saved["kept"], window.pending)
     window.saved = True
     if window.mode == PLAIN:
         scale_was = saved["steps"] if saved["reduction"] == "mean" else 1
-        scale_is = window.steps if window.options.reduction == "mean" else 1
+        scale_is = window.length if window.options.reduction == "mean" else 1
         if scale_was != scale_is:
             window.rescale(scale_was / scale_is)
 
@@ -373,7 +380,7 @@ def pack(window: Window) -> dict[str, Any]:
     """A wrapper as `pickle` and `deepcopy` take it: the wrapped optimizer, the options, the window, its last news."""
     return {
         "optimizer": window.optimizer,
-        "steps": window.steps,
+        "steps": window.coming.value,
         "options": window.options,
         "window": save(window),
         "announced": window.announced,

@@ -56,22 +56,23 @@ def carry(old: list[FlatBuffer], new: list[FlatBuffer]) -> None:
         )
 
 
-def fold(window: Window, scale: float | Tensor, norm: bool) -> Tensor | None:
+def fold(window: Window, scale: float | Tensor, norm: bool, found_inf: Tensor | None = None) -> Tensor | None:
     """Fold every `p.grad` and set it to None. Raises before anything is changed.
 
-    scale: a number or a tensor of one element. norm: leave the partial sums of the norm behind. Returns 1 or 0, whether
-    the gradients were folded, where only the device knows.
+    scale: a number or a tensor of one element. norm: leave the partial sums of the norm behind. found_inf: a tensor of
+    one element; where it is not 0 nothing is folded. Returns 1 or 0, whether the gradients were folded, where only the
+    device knows.
     """
     moved = follow(window, thorough=False)
     # After a move a gradient may be of another shape; on a second device it must be refused before the first is folded.
     if moved or len(window.buffers) > 1:
         repair(window)
     try:
-        kept = _fold_all(window, scale, norm)
+        kept = _fold_all(window, scale, norm, found_inf)
     except RuntimeError:
         if not repair(window):
             raise
-        kept = _fold_all(window, scale, norm)
+        kept = _fold_all(window, scale, norm, found_inf)
     discard(window.params)
     return kept
 
@@ -102,9 +103,12 @@ def times(kept: Tensor, value: float | Tensor) -> Tensor:
     return kept * value
 
 
-def _fold_all(window: Window, scale: float | Tensor, norm: bool) -> Tensor | None:
+def _fold_all(window: Window, scale: float | Tensor, norm: bool, found_inf: Tensor | None) -> Tensor | None:
     grads = [[p.grad for p in buffer.params] for buffer in window.buffers]
     kept = window.nonfinite.look(window, grads) if window.nonfinite.looks else None
+    if found_inf is not None:
+        unharmed = (found_inf == 0).to(torch.float32)
+        kept = unharmed if kept is None else times(kept, unharmed)
     if kept is not None:
         scale = times(kept, scale)
     for buffer, given in zip(window.buffers, grads, strict=True):

@@ -17,13 +17,15 @@ if TYPE_CHECKING:
 class NonFinite:
     """A policy, one of `options.NONFINITE`.
 
-    Under "skip_micro" also the device's count of the micro-batches that were folded and left out.
+    Under "skip_micro", and where a GradScaler leaves micro-batches out (amp_scaling), also the device's count of those
+    that were folded and left out.
 
     kept: float64[1], those folded in the open window. Nothing here waits for the device but "raise" and `read_skipped`.
     """
 
-    def __init__(self, policy: str) -> None:
+    def __init__(self, policy: str, amp_scaling: bool = False) -> None:
         self.policy = policy
+        self.amp_scaling = amp_scaling
         self.looks = policy in ("skip_micro", "raise")  # at the gradients, before they are folded
         self.skips_windows = policy in ("skip_window", "skip_micro")
         self.kept: Tensor | None = None
@@ -32,12 +34,12 @@ class NonFinite:
     @property
     def may_skip(self) -> bool:
         """Whether the device may leave out a window that the host ends with an update."""
-        return self.skips_windows
+        return self.skips_windows or self.counts
 
     @property
     def counts(self) -> bool:
         """Whether only the device knows how many micro-batches a window holds."""
-        return self.policy == "skip_micro"
+        return self.policy == "skip_micro" or self.amp_scaling
 
     def look(self, window: Window, grads: list[list[Tensor | None]]) -> Tensor | None:
         """Look at a micro-batch's gradients, by buffer. Returns 1 or 0, float32[1]: whether it is folded.

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fusedaccum import capture, checkpoint, folding, hooks
+from fusedaccum import amp, capture, checkpoint, folding, hooks
+from fusedaccum.length import Length, Steps, check_steps
 from fusedaccum.notices import warn_open_window
 from fusedaccum.options import (
     NAME,
     check_optimizer,
     check_options,
     check_params,
-    check_steps,
     one_count,
     parameters,
 )
@@ -51,7 +51,9 @@ class FusedAccumOptimizer(Optimizer):
             opt.zero_grad()
 
     optimizer: any torch.optim.Optimizer over float32, bfloat16, float16 or complex64 parameters. LBFGS is refused.
-    steps: micro-batches per window, an int of at least 1. Set later, it holds from the next window.
+    steps: micro-batches per window, an int of at least 1, or a function of the coming update's index (from 0) that
+        returns one. It is called as a window begins; a window that was skipped counts no update. Set later, it holds
+        from the next window.
     reduction: "mean" updates with the mean of the window's gradients, "sum" with their sum.
     max_norm: clip the window's gradient to this global L2 norm (`torch.nn.utils.clip_grad_norm_`), on the device.
     nonfinite: what infinities and NaNs in gradients lead to. "propagate": they reach the parameters, as elsewhere.
@@ -65,8 +67,11 @@ class FusedAccumOptimizer(Optimizer):
     master_weights: FP32 copies of bfloat16 and float16 parameters, which the fused update updates and rounds from. A
         parameter that was changed in between is taken up again; a change through `p.data`, which torch does not count,
         is not seen.
+    amp_scaling: take scale and overflow flag from a `torch.amp.GradScaler` and unscale in the fold, which nothing waits
+        for and which float16 parameters need. A micro-batch that overflowed is left out of the window's mean, as under
+        nonfinite="skip_micro", and counts as one of its `steps`; without this option it never reaches `step()`.
     backend: "auto", "compiled", "triton" or "reference".
-    fold, rounding, amp_scaling, fold_every, bucket_mb, process_group, wire_dtype, shard: only their defaults
+    fold, rounding, fold_every, bucket_mb, process_group, wire_dtype, shard: only their defaults
     are supported.
 
     Memory: 4 bytes per parameter that can get a gradient, from the first `step()` on; masters and moments as asked for.
@@ -82,7 +87,7 @@ class FusedAccumOptimizer(Optimizer):
     def __init__(
         self,
         optimizer: Optimizer,
-        steps: int,
+        steps: Steps,
         *,
         reduction: str = "mean",
         max_norm: float | None = None,
@@ -90,6 +95,7 @@ class FusedAccumOptimizer(Optimizer):
         update: str = "auto",
         state_dtype: torch.dtype | None = None,
         master_weights: bool = False,
+        amp_scaling: bool = False,
         backend: str = "auto",
         **options: Any,
     ) -> None:
@@ -103,6 +109,7 @@ class FusedAccumOptimizer(Optimizer):
             update=update,
             state_dtype=state_dtype,
             master_weights=master_weights,
+            amp_scaling=amp_scaling,
             backend=backend,
             **options,
         )
@@ -124,6 +131,8 @@ class FusedAccumOptimizer(Optimizer):
             setattr(self, name, OrderedDict())
         self._zero_grad_profile_name = f"Optimizer.zero_grad#{type(self).__name__}.zero_grad"
         self._warned_capturable_if_run_uncaptured = True
+        if window.options.amp_scaling:
+            self._step_supports_amp_scaling = True
         _wrapped[window.optimizer] = weakref.ref(window)
 
     # One micro-batch
@@ -149,21 +158,22 @@ class FusedAccumOptimizer(Optimizer):
         after `close()`.
         """
         window = self._window
-        self._check_open()
-        given = one_count(mean_of, sum_of)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        counts = window.counts_of(*given)  # after the closure, which may have called micro_batch()
-        with torch.no_grad():
-            if not capture.is_capturing() and folding.is_state_probe(window.optimizer):
-                window.optimizer.step()
-                return loss
-            window.micro_batch(*counts)
-            window.announced = None
-            if window.full:
-                self._close_window()
+        with amp.verdict(self, window.options.amp_scaling) as verdict:
+            self._check_open()
+            given = one_count(mean_of, sum_of)
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            counts = window.counts_of(*given)  # after the closure, which may have called micro_batch()
+            with torch.no_grad():
+                if not capture.is_capturing() and folding.is_state_probe(window.optimizer):
+                    window.optimizer.step()
+                    return loss
+                window.micro_batch(*counts, *verdict)
+                window.announced = None
+                if window.full:
+                    self._close_window()
         return loss
 
     # `Optimizer._patch_step_function` would fire the step hooks at every call; `_close_window` fires them per update.
@@ -215,16 +225,16 @@ class FusedAccumOptimizer(Optimizer):
         return self._window.optimizer
 
     @property
-    def steps(self) -> int:
-        """Micro-batches per window. Set inside a window, it holds from the next.
+    def steps(self) -> Steps:
+        """Micro-batches per window, or the function that says how many. Set inside a window, it holds from the next.
 
-        Setting raises TypeError or ValueError for anything but an int of at least 1.
+        Setting raises TypeError or ValueError for anything but an int of at least 1 or a callable.
         """
-        return self._window.steps
+        return self._window.coming.value
 
     @steps.setter
-    def steps(self, value: int) -> None:
-        self._window.steps = check_steps(value)
+    def steps(self, value: Steps) -> None:
+        self._window.coming = Length(check_steps(value))
 
     @property
     def pending(self) -> int:
@@ -321,7 +331,7 @@ class FusedAccumOptimizer(Optimizer):
         using = (
             ", ".join(sorted({b.backend.__name__.rsplit(".", 1)[-1] for b in window.buffers})) or "chosen at first step"
         )
-        head = f"{type(self).__name__} (steps={window.steps}, update={window.update.name}, backend={using})"
+        head = f"{type(self).__name__} (steps={window.coming.value}, update={window.update.name}, backend={using})"
         return f"{head}\n{window.optimizer!r}"
 
     # Saving and loading

@@ -22,7 +22,6 @@ NONFINITE = ("propagate", "skip_window", "skip_micro", "raise")
 NOT_YET = {
     "fold": ("step", "folding gradients as they appear in the backward"),
     "rounding": ("nearest", "stochastic rounding of bfloat16 parameters"),
-    "amp_scaling": (False, "unscaling inside the fold"),
     "fold_every": (1, "folding several micro-batches in one pass"),
     "bucket_mb": (25, "the buckets of fold='backward'"),
     "process_group": (None, "reducing the window over ranks"),
@@ -41,6 +40,7 @@ class Options:
     update: str = "auto"
     state_dtype: torch.dtype | None = None
     master_weights: bool = False
+    amp_scaling: bool = False
     backend: str = "auto"
 
 
@@ -60,8 +60,14 @@ def check_options(**options: Any) -> Options:
     _one_of("update", checked.update, ("auto", "fused", "wrapped"))
     _one_of("backend", checked.backend, ("auto", *NAMES))
     _one_of("state_dtype", checked.state_dtype, (None, *FLOAT_DTYPES))
-    if not isinstance(checked.master_weights, bool):
-        raise TypeError(f"{NAME}: master_weights={checked.master_weights!r} must be True or False")
+    for name in ("master_weights", "amp_scaling"):
+        if not isinstance(value := getattr(checked, name), bool):
+            raise TypeError(f"{NAME}: {name}={value!r} must be True or False")
+    if checked.amp_scaling and checked.nonfinite == "raise":
+        raise ValueError(
+            f"{NAME}: nonfinite='raise' with amp_scaling=True would never raise: a GradScaler leaves out what is not "
+            "finite and lowers its scale; use another policy, or amp_scaling=False"
+        )
     if checked.max_norm is not None:
         if isinstance(checked.max_norm, bool) or not isinstance(checked.max_norm, numbers.Real):
             raise TypeError(f"{NAME}: max_norm={checked.max_norm!r} must be a positive number, or None not to clip")
@@ -73,20 +79,6 @@ def check_options(**options: Any) -> Options:
 def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
     if not any(type(value) is type(choice) and value == choice for choice in allowed):
         raise ValueError(f"{NAME}: {name}={value!r} must be one of {', '.join(map(repr, allowed))}")
-
-
-def check_steps(steps: Any) -> int:
-    """The number of micro-batches per window. Raises TypeError or ValueError that says what is allowed."""
-    rule = "steps must be an int of at least 1: the number of micro-batches per update"
-    if steps is None:
-        raise ValueError(f"{NAME}: steps=None is not supported (the caller owning the boundary); {rule}")
-    if callable(steps):
-        raise TypeError(f"{NAME}: a callable steps={steps!r} is not supported (steps as a schedule); {rule}")
-    if isinstance(steps, bool) or not isinstance(steps, numbers.Integral):
-        raise TypeError(f"{NAME}: steps={steps!r} is a {type(steps).__name__}; {rule}")
-    if steps < 1:
-        raise ValueError(f"{NAME}: steps={steps!r}; {rule}")
-    return int(steps)
 
 
 def check_items(name: str, items: Any) -> float | Tensor:

@@ -15,6 +15,7 @@ from fusedaccum import capture, folding
 from fusedaccum.boundary import Boundary
 from fusedaccum.counts import Counts
 from fusedaccum.flat_buffer import FlatBuffer
+from fusedaccum.length import Length, Steps
 from fusedaccum.nonfinite import NonFinite
 from fusedaccum.notices import warn_low_precision, warn_open_window
 from fusedaccum.options import NAME, PLAIN, WEIGHTED, Options, as_float64, check_params, parameters
@@ -25,19 +26,19 @@ from fusedaccum.update import FusedUpdate, Update, WrappedUpdate
 class Window:
     """Everything about one wrapper that changes: proxies of the wrapper share this one object.
 
-    optimizer: the wrapped optimizer. steps: micro-batches per window.
+    optimizer: the wrapped optimizer. steps: micro-batches per window, checked.
     """
 
-    def __init__(self, optimizer: Optimizer, steps: int, options: Options) -> None:
+    def __init__(self, optimizer: Optimizer, steps: Steps, options: Options) -> None:
         self.optimizer = optimizer
         self.options = options
-        self.steps = steps  # of the next window
-        self.length = steps  # of this window
+        self.coming = Length(steps)  # of the next window
+        self.length = 0  # of the open window
         self.pending = 0
         self.mode: str | None = None
         self.items: float | Tensor = 0.0
         self.announced: tuple[Any, Any] | None = None  # (mean_of, sum_of) that micro_batch() gave
-        self.nonfinite = NonFinite(options.nonfinite)
+        self.nonfinite = NonFinite(options.nonfinite, options.amp_scaling)
         self._skipped_micro_batches = 0
         self.buffers: list[FlatBuffer] = []
         self.place: dict[Tensor, tuple[FlatBuffer, int]] = {}
@@ -120,12 +121,22 @@ class Window:
 
     # One micro-batch
 
-    def micro_batch(self, mean_of: float | Tensor | None, sum_of: float | Tensor | None) -> None:
-        """Fold the gradients that are there and count the micro-batch. Raises before anything is changed."""
+    def micro_batch(
+        self,
+        mean_of: float | Tensor | None,
+        sum_of: float | Tensor | None,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+    ) -> None:
+        """Fold the gradients that are there and count the micro-batch. Raises before anything is changed.
+
+        grad_scale: what they have been multiplied by. found_inf: where it is not 0 they are left out. Tensors of one
+        element, of a GradScaler.
+        """
         weighted = mean_of is not None or sum_of is not None
         self.graphs.leave(self)
         self.check_mode(weighted)
-        length = self.length if self.pending or self.graphs.captured else self.steps
+        length = self.length_now()
         scale: float | Tensor = 1.0
         if mean_of is not None:
             scale = mean_of
@@ -133,6 +144,8 @@ class Window:
             scale = sum_of != 0
         elif not weighted and self.options.reduction == "mean":
             scale = 1.0 / length
+        if grad_scale is not None:
+            scale = folding.times(grad_scale.double().reciprocal(), scale)
         items = mean_of if mean_of is not None else sum_of
         if capturing := capture.is_capturing():
             self.graphs.check_capture(self, weighted, scale)
@@ -145,7 +158,7 @@ class Window:
             folding.discard(self.params)
         else:
             with self.graphs.adding(self) if capturing else nullcontext():
-                kept = folding.fold(self, scale, norm=last)
+                kept = folding.fold(self, scale, norm=last, found_inf=found_inf)
         if kept is not None or self.nonfinite.kept is not None:
             self.nonfinite.count(1.0 if kept is None else kept)
             items = items if items is None or kept is None else folding.times(kept, items)
@@ -191,6 +204,15 @@ class Window:
                 "place"
             )
         return self.announced
+
+    def length_now(self) -> int:
+        """Micro-batches of the open window, or of the one that the next micro-batch begins.
+
+        Where `steps` is a function this may wait for the device, which knows how many updates there were.
+        """
+        if self.pending or self.graphs.captured:
+            return self.length
+        return self.coming.of_update(lambda: self.updates)
 
     @property
     def full(self) -> bool:
@@ -245,7 +267,7 @@ class Window:
         self.mode = None
         self.items = 0.0
         self.nonfinite.begin_window()
-        self.length = self.steps
+        self.coming.ask_again()
         if self.graphs.begin_window(self.buffers):
             self.length, self.mode = self.graphs.length, PLAIN
         self.announced = None
@@ -288,7 +310,7 @@ class Window:
     @property
     def will_update(self) -> bool:
         self.graphs.leave(self)
-        return self.pending + 1 >= (self.length if self.pending or self.graphs.captured else self.steps)
+        return self.pending + 1 >= self.length_now()
 
     def set_counts(self, updates: int, skipped_windows: int, skipped_micro_batches: int) -> None:
         """Set what was counted, when a state is loaded."""
@@ -296,9 +318,9 @@ class Window:
         self.nonfinite.read_skipped()
         self._skipped_micro_batches = skipped_micro_batches
 
-    def resume(self, steps: int, announced: Any, grad_norm: float | None, updated: bool) -> None:
+    def resume(self, steps: Steps, announced: Any, grad_norm: float | None, updated: bool) -> None:
         """What a copy of a wrapper has beyond a saved window."""
-        self.steps, self.announced = steps, announced
+        self.coming, self.announced = Length(steps), announced
         self.counts.set(self.counts.updates, self.counts.skipped_windows, updated)
         self.norm = None if grad_norm is None else torch.tensor(grad_norm, device="cpu")
 

@@ -94,12 +94,12 @@ ITEMS = {
 }
 
 
-def run(make, options, items, dtype, steps=3, windows=2):
+def run(make, options, items, dtype, steps=3, windows=2, as_function=False):
     kind, arguments, _ = MAKERS[make]
     shapes = [(17, 5), (), (0,), (4, 3, 2, 2)]
     params = [torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=META)) for shape in shapes]
     params[3].data = params[3].data.to(memory_format=torch.channels_last)
-    optimizer = wrap(kind(params, **arguments), steps, **options)
+    optimizer = wrap(kind(params, **arguments), (lambda update: steps) if as_function else steps, **options)
     scheduler = CosineAnnealingLR(optimizer.optimizer, 10)
     if make == "tensor lr":  # torch's constructors and schedulers look at a learning rate, and would wait for it
         scheduler = None
@@ -129,6 +129,24 @@ def test_a_window_waits_for_nothing(make, options, items):
     update = MAKERS[make][2]
     micro_batch = ["found_inf", "fold"] if options == "skip_micro" else ["fold"]
     assert calls == (micro_batch * 3 + ["square_total", "close_window", update]) * 2
+
+
+def test_a_scaler_is_not_waited_for():
+    params = [torch.nn.Parameter(torch.empty(5, device=META))]
+    optimizer = wrap(AdamW(params, lr=0.1), 2, amp_scaling=True, max_norm=1.0)
+    with Copies() as copies:
+        for _ in range(4):
+            params[0].grad = torch.empty(5, device=META)
+            optimizer.grad_scale = torch.empty(1, device=META)
+            optimizer.found_inf = torch.empty((), device=META)
+            optimizer.step()
+    assert copies.blocking == []
+    assert calls.count("adam") == 2
+
+
+def test_steps_as_a_function_waits_for_nothing_under_propagate():
+    optimizer, _ = run("adamw", {"max_norm": 1.0}, ITEMS["no counts"], torch.float32, as_function=True)
+    assert optimizer.updates == 2
 
 
 @pytest.mark.parametrize("tensor_lr", [False, True])

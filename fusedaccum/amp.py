@@ -1,0 +1,29 @@
+"""What `torch.amp.GradScaler` says to an optimizer that unscales by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+ATTRIBUTES = ("grad_scale", "found_inf")
+
+
+@contextmanager
+def verdict(optimizer: Any, wanted: bool) -> Iterator[tuple[Tensor | None, ...]]:
+    """(what gradients were multiplied by, whether one is not finite): left on `optimizer` for one call of its `step()`.
+
+    None where the scaler has unscaled already, or where there is none; () where it is not `wanted`. GradScaler
+    takes both away when `step()` returns. Where it raises they would stay, and multiply the next scale.
+    """
+    if not wanted:
+        yield ()
+        return
+    try:
+        yield tuple(getattr(optimizer, name, None) for name in ATTRIBUTES)
+    except BaseException:
+        for name in ATTRIBUTES:
+            vars(optimizer).pop(name, None)
+        raise

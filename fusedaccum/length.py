@@ -1,0 +1,61 @@
+"""How many micro-batches a window has: a number, or a function of the index of the update that is to come."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+from fusedaccum.options import NAME
+
+RULE = (
+    "steps must be an int of at least 1, the number of micro-batches per update, or a function that returns one for "
+    "the 0-based index of the coming update"
+)
+
+Steps = int | Callable[[int], int]
+
+
+def check_steps(steps: Any) -> Steps:
+    """What `steps` may be set to. Raises TypeError or ValueError that says what is allowed."""
+    if steps is None:
+        raise ValueError(f"{NAME}: steps=None is not supported (the caller owning the boundary); {RULE}")
+    return steps if callable(steps) else _check_number(steps, f"steps={steps!r}")
+
+
+def _check_number(value: Any, said: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{NAME}: {said} is a {type(value).__name__}; {RULE}")
+    if value < 1:
+        raise ValueError(f"{NAME}: {said}; {RULE}")
+    return int(value)
+
+
+class Length:
+    """The length of the window that is to come. value: what `steps` was set to, checked."""
+
+    def __init__(self, value: Steps) -> None:
+        self.value = value
+        self._asked: tuple[int, int] | None = None  # (index of the update, what the function said)
+
+    @property
+    def is_fixed(self) -> bool:
+        return isinstance(self.value, int)
+
+    def of_update(self, index: Callable[[], int]) -> int:
+        """Micro-batches before update number `index()`, which is asked for only where it matters: it may wait.
+
+        The function is called once for a window. What it raises is raised; TypeError or ValueError for what it may not
+        return.
+        """
+        if isinstance(self.value, int):
+            return self.value
+        update = index()
+        if self._asked is None or self._asked[0] != update:
+            answer = self.value(update)
+            self._asked = update, _check_number(answer, f"steps({update}) returned {answer!r}, which")
+        return self._asked[1]
+
+    def ask_again(self) -> None:
+        """The window is over: the function is asked anew, with the same index where there was no update."""
+        self._asked = None
