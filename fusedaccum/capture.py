@@ -129,6 +129,8 @@ class Graphs:
             return f"{buffer.backend.__name__} copies tables at every call; use backend='compiled'"
         if not buffer.keeps_zero or self.folds is None:
             return "its buffer holds an earlier window's values; run one whole window before the capture"
+        if any(p.grad is not None and p.grad.layout != torch.strided for p in buffer.params):
+            return "a gradient is sparse, and how many entries it has may change; use sparse=False in the embedding"
         return window.update.obstacle_to_capture(buffer, [k for k, p in enumerate(buffer.params) if p.grad is not None])
 
     def check_flush(self, window: Window) -> None:

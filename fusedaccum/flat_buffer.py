@@ -61,6 +61,14 @@ def in_memory_order(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     return torch.view_as_real(flat).view(-1) if tensor.is_complex() else flat
 
 
+def densified(grad: Tensor) -> Tensor:
+    """A sparse gradient as a dense one of float32 (complex64 as it is). Entries that stand there twice are added up."""
+    grad = grad.detach()
+    # Converted first: to_dense() would add entries of a 16-bit format up in 16 bits.
+    values = grad._values() if grad.is_complex() else grad._values().float()
+    return torch.sparse_coo_tensor(grad._indices(), values, grad.shape, check_invariants=False).to_dense()
+
+
 class FlatBuffer:
     """The master gradients of all parameters on one device.
 
@@ -77,6 +85,8 @@ class FlatBuffer:
         self.special = frozenset(
             k for k, p in enumerate(params) if p.is_complex() or not torch.empty_like(p, device="meta").is_contiguous()
         )
+        # Segments whose gradient has been sparse.
+        self.sparse: set[int] = set()
         self.numels = [p.numel() * (2 if p.is_complex() else 1) for p in params]
         self.segments, self.tiles, size = layout(self.numels, device)
         self.flat = torch.zeros(size, dtype=torch.float32, device=device)
@@ -147,7 +157,10 @@ class FlatBuffer:
         return self.handed_out or self.keeps_zero
 
     def readable(self, grads: list[Tensor | None]) -> list[Tensor | None]:
-        """`grads` with those of special segments in memory order."""
+        """`grads` with sparse ones made dense, and those of special segments in memory order."""
+        for k in self.sparse:
+            if (grad := grads[k]) is not None and grad.is_sparse:
+                grads[k] = densified(grad)
         for k in self.special:
             if (grad := grads[k]) is not None and grad.shape == self.shapes[k] and grad.layout == torch.strided:
                 grads[k] = in_memory_order(grad, self.strides[k])

@@ -128,17 +128,20 @@ def repair(window: Window) -> bool:
         for k, p in enumerate(buffer.params):
             if (grad := p.grad) is not None:
                 _check(window, p, grad)
-                if k not in buffer.special and not grad.is_contiguous():
+                if grad.is_sparse:
+                    done = done or k not in buffer.sparse
+                    buffer.sparse.add(k)
+                elif k not in buffer.special and not grad.is_contiguous():
                     p.grad = grad.detach().contiguous()
                     done = True
     return done
 
 
 def _check(window: Window, p: Tensor, grad: Tensor) -> None:
-    if grad.layout != torch.strided:
+    if grad.layout not in (torch.strided, torch.sparse_coo):
         raise TypeError(
-            f"{NAME}: the gradient of {describe(window, p)} is {grad.layout}; only dense gradients are folded: use "
-            "sparse=False in the embedding, or leave this parameter to another optimizer"
+            f"{NAME}: the gradient of {describe(window, p)} is {grad.layout}; dense and sparse_coo gradients are "
+            "folded: convert it, or leave this parameter to another optimizer"
         )
     allowed = (torch.complex64,) if p.is_complex() else FLOAT_DTYPES
     if grad.dtype not in allowed:
@@ -174,4 +177,4 @@ def is_state_probe(optimizer: Optimizer) -> bool:
     if optimizer.state or any((isinstance(lr, Tensor) and lr.device.type != "cpu") or lr != 0 for lr in rates):
         return False
     grads = [p.grad for p in parameters(optimizer) if p.requires_grad]
-    return bool(grads) and all(g is not None and not g.is_sparse and not bool(g.any()) for g in grads)
+    return bool(grads) and all(g is not None and g.layout == torch.strided and not bool(g.any()) for g in grads)

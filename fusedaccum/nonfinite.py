@@ -59,7 +59,7 @@ class NonFinite:
 
     @staticmethod
     def _names(window: Window) -> str:
-        bad = [p for p in window.params if p.grad is not None and not bool(p.grad.isfinite().all())]
+        bad = [p for p in window.params if p.grad is not None and not bool(p.grad.to_dense().isfinite().all())]
         shown = ", ".join(describe(window, p) for p in bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
         return (
             f"{NAME}: gradients must be finite with nonfinite='raise', got infinities or NaNs in {shown}; the window "

@@ -154,7 +154,7 @@ class FusedAccumOptimizer(Optimizer):
         Every `p.grad` is None afterwards. A call without any gradient counts as a micro-batch.
 
         Raises, with parameters, moments and window as they were: ValueError or TypeError for counts that are not
-        allowed and for gradients that are sparse or of another dtype, shape or device than can be folded; RuntimeError
+        allowed and for gradients of another dtype, shape or device than can be folded; RuntimeError
         after `close()`.
         """
         window = self._window

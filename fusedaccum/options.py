@@ -126,6 +126,11 @@ def parameters(optimizer: Optimizer) -> list[Tensor]:
 def check_params(params: list[Tensor]) -> None:
     """Refuse parameters whose gradients an FP32 sum would lose bits of. Frozen ones are left alone."""
     for i, p in enumerate(params):
+        if p.layout != torch.strided:
+            raise TypeError(
+                f"{NAME}: parameter {i} of shape {tuple(p.shape)} is {p.layout} and must be dense; make it dense, or "
+                "leave it to another optimizer"
+            )
         if (p.requires_grad or p.grad is not None) and p.dtype not in (*FLOAT_DTYPES, torch.complex64):
             raise TypeError(
                 f"{NAME}: parameter {i} of shape {tuple(p.shape)} is {p.dtype}; gradients are summed in float32, so "
