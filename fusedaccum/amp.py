@@ -22,7 +22,8 @@ def verdict(optimizer: Any, wanted: bool) -> Iterator[tuple[Tensor | None, ...]]
         yield ()
         return
     try:
-        yield tuple(getattr(optimizer, name, None) for name in ATTRIBUTES)
+        given = (getattr(optimizer, name, None) for name in ATTRIBUTES)
+        yield tuple(value if isinstance(value, Tensor) else None for value in given)  # 0 where there is no gradient
     except BaseException:
         for name in ATTRIBUTES:
             vars(optimizer).pop(name, None)

@@ -218,6 +218,19 @@ def test_float16_as_if_it_had_never_been_scaled(master_weights):
     assert state_bits(dict(scaled.inner.state[scaled.p])) == state_bits(dict(plain.inner.state[plain.p]))
 
 
+@both_updates
+def test_9_a_micro_batch_without_any_gradient(update):
+    toy, other, scaler = Toy(3, amp_scaling=True, update=update), Toy(1), scaler_of(8.0)
+    for g in (1, None, 5):
+        if g is not None:
+            scaler.scale(toy.p * g).sum().backward()
+        scaler.scale(other.p).sum().backward()
+        scaler.step(toy.w)
+        scaler.step(other.w)  # without any gradient the scaler refuses to update
+        scaler.update()
+    assert (toy.value, toy.w.updates) == (-2, 1)
+
+
 DUPLICATES = [copy.deepcopy, lambda w: pickle.loads(pickle.dumps(w))]
 
 
