@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fusedaccum import amp, capture, checkpoint, folding, hooks
+from fusedaccum import amp, capture, checkpoint, compiling, folding, hooks
 from fusedaccum.length import Length, Steps, check_steps
 from fusedaccum.notices import warn_open_window
 from fusedaccum.options import (
@@ -126,6 +126,7 @@ class FusedAccumOptimizer(Optimizer):
 
     def _attach(self, window: Window) -> None:
         """Everything but the constructor's checks; `Optimizer.__init__` would make param_groups of its own."""
+        compiling.keep_out_of_graphs(FusedAccumOptimizer)
         self._window = window
         for name in hooks.NAMES:
             setattr(self, name, OrderedDict())
@@ -353,7 +354,6 @@ class FusedAccumOptimizer(Optimizer):
                 state = result
         return state
 
-    @torch._disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, here or on a bare optimizer (which closes an open window). Copies tensors.
 
