@@ -7,25 +7,30 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from fusedaccum import backends
 from fusedaccum.flat_buffer import FLOAT_DTYPES, FlatBuffer
-from fusedaccum.options import NAME, parameters
+from fusedaccum.options import NAME, is_plain, parameters
 
 if TYPE_CHECKING:
     from fusedaccum.window import Window
+
+# What gradients nearly always are; other classes are looked at more closely.
+PLAIN = {Tensor, type(None)}
 
 
 def build(params: list[Tensor], old: list[FlatBuffer], backend: str, also: Tensor | None = None) -> list[FlatBuffer]:
     """One flat buffer a device for those of `params` that can get gradients; one of `old` where it still fits.
 
-    A frozen parameter takes no memory until it is unfrozen or a gradient is set by hand.
+    A frozen parameter takes no memory until it is unfrozen or a gradient is set by hand, one of a lazy module
+    none until the module knows its shape.
     """
     touched = {buffer.params[k] for buffer in old for k in buffer.touched_segments()}
     by_device: dict[torch.device, dict[Tensor, None]] = {}
     for p in params:
-        if p.requires_grad or p.grad is not None or p in touched or p is also:
+        if not is_lazy(p) and (p.requires_grad or p.grad is not None or p in touched or p is also):
             by_device.setdefault(p.device, {})[p] = None
     buffers = []
     for device, mine in by_device.items():
@@ -105,6 +110,8 @@ def times(kept: Tensor, value: float | Tensor) -> Tensor:
 
 def _fold_all(window: Window, scale: float | Tensor, norm: bool, found_inf: Tensor | None) -> Tensor | None:
     grads = [[p.grad for p in buffer.params] for buffer in window.buffers]
+    if not all(PLAIN.issuperset(map(type, given)) for given in grads):
+        _check_subclasses(window)
     kept = window.nonfinite.look(window, grads) if window.nonfinite.looks else None
     if found_inf is not None:
         unharmed = (found_inf == 0).to(torch.float32)
@@ -137,7 +144,21 @@ def repair(window: Window) -> bool:
     return done
 
 
+def _check_subclasses(window: Window) -> None:
+    for p in window.place:
+        if (grad := p.grad) is not None and not is_plain(grad):
+            raise TypeError(
+                f"{NAME}: the gradient of {describe(window, p)} is a {type(grad).__name__}, a tensor subclass with "
+                "__torch_dispatch__, whose numbers are where only the class knows; set `p.grad` to a plain tensor"
+            )
+
+
 def _check(window: Window, p: Tensor, grad: Tensor) -> None:
+    if torch._C._functorch.is_functorch_wrapped_tensor(grad):
+        raise TypeError(
+            f"{NAME}: the gradient of {describe(window, p)} is a tensor from inside a torch.func transform, which has "
+            "ended; set `p.grad` to what the transform returns"
+        )
     if grad.layout not in (torch.strided, torch.sparse_coo):
         raise TypeError(
             f"{NAME}: the gradient of {describe(window, p)} is {grad.layout}; dense and sparse_coo gradients are "

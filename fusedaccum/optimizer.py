@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fusedaccum import amp, capture, checkpoint, compiling, folding, hooks
+from fusedaccum import amp, capture, checkpoint, folding, hooks, modes
 from fusedaccum.length import Length, Steps, check_steps
 from fusedaccum.notices import warn_open_window
 from fusedaccum.options import (
@@ -126,7 +126,7 @@ class FusedAccumOptimizer(Optimizer):
 
     def _attach(self, window: Window) -> None:
         """Everything but the constructor's checks; `Optimizer.__init__` would make param_groups of its own."""
-        compiling.keep_out_of_graphs(FusedAccumOptimizer)
+        modes.keep_out_of_graphs(FusedAccumOptimizer)
         self._window = window
         for name in hooks.NAMES:
             setattr(self, name, OrderedDict())
@@ -167,7 +167,7 @@ class FusedAccumOptimizer(Optimizer):
                 with torch.enable_grad():
                     loss = closure()
             counts = window.counts_of(*given)  # after the closure, which may have called micro_batch()
-            with torch.no_grad():
+            with modes.no_grad():
                 if not capture.is_capturing() and folding.is_state_probe(window.optimizer):
                     window.optimizer.step()
                     return loss
@@ -209,7 +209,7 @@ class FusedAccumOptimizer(Optimizer):
         self._window.graphs.check_flush(self._window)
         if self._window.nothing_to_flush():
             return False
-        with torch.no_grad():
+        with modes.no_grad():
             self._close_window()
         # Folds that were replayed in a CUDA graph are counted on the device, and nothing waits for it here.
         return True if self._window.graphs.captured else self.updated
@@ -284,12 +284,12 @@ class FusedAccumOptimizer(Optimizer):
 
         Raises ValueError for a tensor that is not one of the optimizer's parameters.
         """
-        with torch.no_grad():
+        with modes.no_grad():
             return self._window.master_grad(param)
 
     def reset(self) -> None:
         """Drop what the open window holds. `p.grad` is left alone."""
-        with torch.no_grad():
+        with modes.no_grad():
             self._window.reset()
 
     def close(self) -> None:
@@ -345,7 +345,7 @@ class FusedAccumOptimizer(Optimizer):
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        with torch.no_grad():
+        with modes.no_grad():
             state = {**self._window.optimizer.state_dict(), checkpoint.KEY: checkpoint.save(self._window)}
             checkpoint.bring_steps_home(state)
         self._window.saved = True
@@ -369,14 +369,14 @@ class FusedAccumOptimizer(Optimizer):
             checkpoint.check(self._window, saved)
             if any(buffer.handed_out for buffer in self._window.buffers):
                 saved = deepcopy(saved)  # closing the window zeroes what was handed out, and these may be views of it
-        with torch.no_grad():
+        with modes.no_grad():
             self._window.optimizer.load_state_dict(state_dict)
             checkpoint.load(self._window, saved, state_dict["state"])
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        with torch.no_grad():
+        with modes.no_grad():
             return checkpoint.pack(self._window)
 
     def __copy__(self) -> FusedAccumOptimizer:
@@ -389,5 +389,5 @@ class FusedAccumOptimizer(Optimizer):
         if "optimizer" not in state:  # a bare optimizer's state, as Optimizer.load_state_dict hands it on
             self._window.optimizer.__setstate__(state)
             return
-        with torch.no_grad():
+        with modes.no_grad():
             self._attach(checkpoint.unpack(state))

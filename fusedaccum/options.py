@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from fusedaccum.backends import NAMES
@@ -123,15 +124,35 @@ def parameters(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether `tensor` holds its numbers itself: no subclass that answers every operator in its own way."""
+    return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
 def check_params(params: list[Tensor]) -> None:
-    """Refuse parameters whose gradients an FP32 sum would lose bits of. Frozen ones are left alone."""
+    """Refuse parameters whose gradients an FP32 sum would lose bits of, or that hold no numbers of their own. Frozen
+    ones are left alone.
+    """
     for i, p in enumerate(params):
         if p.layout != torch.strided:
             raise TypeError(
                 f"{NAME}: parameter {i} of shape {tuple(p.shape)} is {p.layout} and must be dense; make it dense, or "
                 "leave it to another optimizer"
             )
-        if (p.requires_grad or p.grad is not None) and p.dtype not in (*FLOAT_DTYPES, torch.complex64):
+        if not (p.requires_grad or p.grad is not None) or is_lazy(p):
+            continue
+        if not is_plain(p):
+            raise TypeError(
+                f"{NAME}: parameter {i} is a {type(p).__name__}, a tensor subclass with __torch_dispatch__, whose "
+                "numbers are where only the class knows; give plain tensors (for a DTensor, its to_local()), or leave it to "
+                "another optimizer"
+            )
+        if p.is_inference():
+            raise TypeError(
+                f"{NAME}: parameter {i} of shape {tuple(p.shape)} was made under torch.inference_mode(), which allows "
+                "no update of it afterwards; build the model outside that mode, or clone() the parameter there"
+            )
+        if p.dtype not in (*FLOAT_DTYPES, torch.complex64):
             raise TypeError(
                 f"{NAME}: parameter {i} of shape {tuple(p.shape)} is {p.dtype}; gradients are summed in float32, so "
                 "parameters must be float32, bfloat16, float16 or complex64: convert it, or leave it to another "

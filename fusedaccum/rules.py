@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from fusedaccum.flat_buffer import FLOAT_DTYPES, FlatBuffer, to_device
@@ -98,7 +99,7 @@ def share_storage(params: list[Tensor]) -> bool:
     """Whether two of `params` overlap in memory, or one is listed twice. Judged by address ranges."""
     ranges = []
     for p in params:
-        if p.numel() == 0 or p.device.type == "meta":
+        if is_lazy(p) or p.numel() == 0 or p.device.type == "meta":
             continue
         span = sum((size - 1) * abs(stride) for size, stride in zip(p.shape, p.stride(), strict=True)) + 1
         start = p.data_ptr()

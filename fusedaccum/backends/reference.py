@@ -15,8 +15,10 @@ from fusedaccum.ops import ADAM_COLUMNS, FRESH, SGD_COLUMNS, TOUCHED
 
 
 def why_not(device: torch.device) -> str | None:
-    """None: plain torch serves every device."""
-    return None
+    """None: plain torch serves every device that holds values."""
+    if device.type != "meta":
+        return None
+    return "tensors on meta hold no values; model.to_empty() makes parameters that do, to be put into param_groups"
 
 
 def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
