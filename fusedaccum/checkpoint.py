@@ -219,9 +219,8 @@ def check(window: Window, saved: Any) -> None:
             "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer), then load again"
         )
     _warn_of_other_steps(window, saved)
-    with torch.no_grad():
-        if any(t is not None for t in (*saved["sums"], *saved["masters"])):
-            window.locate()  # here, because parameters that cannot be summed make it raise
+    if any(t is not None for t in (*saved["sums"], *saved["masters"])):
+        window.locate()  # here, because parameters that cannot be summed make it raise
 
 
 def _check_counts(window: Window, saved: dict[str, Any]) -> None:

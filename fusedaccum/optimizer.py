@@ -366,7 +366,8 @@ class FusedAccumOptimizer(Optimizer):
                 state_dict = result
         saved = state_dict.pop(checkpoint.KEY, None)
         if saved is not None:
-            checkpoint.check(self._window, saved)
+            with modes.no_grad():
+                checkpoint.check(self._window, saved)
             if any(buffer.handed_out for buffer in self._window.buffers):
                 saved = deepcopy(saved)  # closing the window zeroes what was handed out, and these may be views of it
         with modes.no_grad():

@@ -144,8 +144,8 @@ def check_params(params: list[Tensor]) -> None:
         if not is_plain(p):
             raise TypeError(
                 f"{NAME}: parameter {i} is a {type(p).__name__}, a tensor subclass with __torch_dispatch__, whose "
-                "numbers are where only the class knows; give plain tensors (for a DTensor, its to_local()), or leave it to "
-                "another optimizer"
+                "numbers are where only the class knows; give plain tensors (for a DTensor, its to_local()), or leave "
+                "it to another optimizer"
             )
         if p.is_inference():
             raise TypeError(
