@@ -87,6 +87,12 @@ class Toy:
         return values[0] if len(values) == 1 else values
 
 
+def micro_batch(wrapper, loss):
+    loss.backward()
+    wrapper.step()
+    wrapper.zero_grad()
+
+
 def params_of(optimizer):
     return [p for group in optimizer.param_groups for p in group["params"]]
 
