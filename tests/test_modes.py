@@ -92,6 +92,17 @@ def test_masters_and_every_other_call_in_inference_mode():
         assert q.tolist() == [-5.0] * 2  # -2, then momentum 0.5 * 2 + 2
 
 
+def test_an_open_window_loaded_in_inference_mode():
+    """The buffer that is made for it serves the steps that follow."""
+    p, w = toy()
+    micro_batch(w, p.sum())
+    q, new = toy()
+    with torch.inference_mode():
+        new.load_state_dict(copy.deepcopy(w.state_dict()))
+    micro_batch(new, (q * 3.0).sum())
+    assert q.tolist() == [-2.0] * 2
+
+
 def test_a_parameter_made_in_inference_mode_is_refused():
     with torch.inference_mode():
         p = torch.nn.Parameter(torch.zeros(2))
