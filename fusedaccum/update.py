@@ -5,10 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fusedaccum.flat_buffer import FlatBuffer, in_memory_order, to_device
-from fusedaccum.options import parameters
 from fusedaccum.rules import RULES, HyperTable, OptimizerState
+
+
+def convert_moments(optimizer: Optimizer, param: Tensor, was: torch.dtype) -> None:
+    """Bring what `optimizer` keeps for `param`, whose dtype `was` another, to its dtype, as loading a state would.
+
+    Adam raises for moments of another dtype, with some step counts advanced.
+    """
+    entries = optimizer.state.get(param, {})
+    for key, value in entries.items():
+        if key != "step" and isinstance(value, Tensor) and value.dtype == was and value.shape == param.shape:
+            entries[key] = value.to(param.dtype)
 
 
 class Masters:
@@ -65,9 +76,9 @@ class FusedUpdate:
         self.state_dtype = state_dtype
         self.master_weights = master_weights
         self.sides: dict[FlatBuffer, _FusedSide] = {}
-        # Masters of parameters that have no segment for now, because they are frozen: (master, strides,
-        # `Masters.seen`).
-        self.parked: dict[Tensor, tuple[Tensor, tuple[int, ...], tuple[int, int] | None]] = {}
+        # Masters of parameters that have no segment for now, because they are frozen or out of the groups: (master,
+        # strides, `Masters.seen`).
+        self.parked = WeakTensorKeyDictionary()
 
     def side(self, buffer: FlatBuffer) -> _FusedSide:
         """What belongs to one flat buffer: state lists, masters, tables."""
@@ -77,7 +88,7 @@ class FusedUpdate:
 
     def replace(self, old: list[FlatBuffer], new: list[FlatBuffer]) -> None:
         """The flat buffers were rebuilt: masters go with their parameters, state is found again by parameter."""
-        masters, self.parked = self.parked, {}
+        masters = dict(self.parked)
         for buffer in old:
             side = self.sides.pop(buffer, None)
             for p in side.state.unstarted() if side is not None else ():
@@ -94,8 +105,12 @@ class FusedUpdate:
                         side = self.side(buffer)
                         side.masters.tensors[k] = tensor.to(buffer.device)
                         side.masters.seen[k] = seen
-        there = set(parameters(self.optimizer))
-        self.parked = {p: master for p, master in masters.items() if p in there}
+        self.parked = WeakTensorKeyDictionary(masters)
+
+    def retype(self, param: Tensor, was: torch.dtype) -> None:
+        """`param` is of another dtype than it `was`: its moments follow, unless they have a dtype of their own."""
+        if self.state_dtype is None:
+            convert_moments(self.optimizer, param, was)
 
     def master(self, buffer: FlatBuffer, k: int) -> Tensor | None:
         """The FP32 master of segment k (1-D, in memory order), brought up to date; None where there is none."""
@@ -226,6 +241,9 @@ class WrappedUpdate:
 
     def replace(self, old: list[FlatBuffer], new: list[FlatBuffer]) -> None:
         pass
+
+    def retype(self, param: Tensor, was: torch.dtype) -> None:
+        convert_moments(self.optimizer, param, was)
 
     def prepare(self, buffers: list[FlatBuffer]) -> None:
         pass

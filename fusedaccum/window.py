@@ -48,6 +48,7 @@ class Window:
         self.counts = Counts()
         self.params: list[Tensor] = []
         self._unplaced: list[Tensor] = []
+        self._dtypes: dict[Tensor, torch.dtype] = {}
         self._group_sizes: list[int] = []
         self.norm: Tensor | None = None  # of what the last window updated with
         self.boundary = Boundary()
@@ -104,6 +105,9 @@ class Window:
         check_params(params)
         if (chosen := self.choose_update()).name != self.update.name:
             self.update = chosen
+        for p in params:
+            if (was := self._dtypes.get(p, p.dtype)) != p.dtype:
+                self.update.retype(p, was)
         old = self.buffers
         self.buffers = folding.build(params, old, self.options.backend, also)
         if self.buffers != old:
@@ -111,6 +115,7 @@ class Window:
             self.update.replace(old, self.buffers)
         self.place = {p: (buffer, k) for buffer in self.buffers for k, p in enumerate(buffer.params)}
         self.params = params
+        self._dtypes = {p: p.dtype for p in params}
         self._unplaced = [p for p in params if p not in self.place]
         self._group_sizes = [len(group["params"]) for group in self.optimizer.param_groups]
         for buffer in self.buffers:
