@@ -49,7 +49,6 @@ class Window:
         self.params: list[Tensor] = []
         self._unplaced: list[Tensor] = []
         self._dtypes: dict[Tensor, torch.dtype] = {}
-        self._group_sizes: list[int] = []
         self.norm: Tensor | None = None  # of what the last window updated with
         self.boundary = Boundary()
         self._warned = False
@@ -95,8 +94,7 @@ class Window:
     def is_located(self) -> bool:
         """Whether `buffers` fit the optimizer's parameters as they are now."""
         params = parameters(self.optimizer)
-        sizes = [len(group["params"]) for group in self.optimizer.param_groups]
-        same = len(params) == len(self.params) and all(map(is_, params, self.params)) and sizes == self._group_sizes
+        same = len(params) == len(self.params) and all(map(is_, params, self.params))
         return same and not any(p.requires_grad or p.grad is not None for p in self._unplaced)
 
     def rebuild(self, also: Tensor | None = None) -> None:
@@ -117,7 +115,6 @@ class Window:
         self.params = params
         self._dtypes = {p: p.dtype for p in params}
         self._unplaced = [p for p in params if p not in self.place]
-        self._group_sizes = [len(group["params"]) for group in self.optimizer.param_groups]
         for buffer in self.buffers:
             buffer.addresses = buffer.addresses_now()
             if self.nonfinite.counts:
