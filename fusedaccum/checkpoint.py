@@ -11,7 +11,6 @@ import hashlib
 import math
 import numbers
 import reprlib
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fusedaccum.flat_buffer import in_memory_order
+from fusedaccum.notices import warn
 from fusedaccum.options import NAME, PLAIN, WEIGHTED, parameters
 from fusedaccum.update import FusedUpdate
 from fusedaccum.window import Window
@@ -289,12 +289,10 @@ def _warn_of_other_steps(window: Window, saved: dict[str, Any]) -> None:
         return
     steps = window.coming.of_update(lambda: saved["updates"])
     if saved["steps"] != steps:
-        warnings.warn(
+        warn(
             f"{NAME}: the loaded window was begun with steps={saved['steps']} and this wrapper has "
             f"steps={steps}; its {saved['pending']} micro-batches are kept and the window closes at "
-            f"{max(steps, saved['pending'] + 1)}",
-            UserWarning,
-            stacklevel=6,
+            f"{max(steps, saved['pending'] + 1)}"
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +11,7 @@ from torch.optim import Optimizer
 
 from fusedaccum import backends
 from fusedaccum.flat_buffer import FLOAT_DTYPES, FlatBuffer
+from fusedaccum.notices import warn
 from fusedaccum.options import NAME, is_plain, parameters
 
 if TYPE_CHECKING:
@@ -53,11 +53,9 @@ def carry(old: list[FlatBuffer], new: list[FlatBuffer]) -> None:
             else:
                 target.put(j, buffer.view(k))
     if lost:
-        warnings.warn(
+        warn(
             f"{NAME}: {lost} parameters left the optimizer or changed shape inside a window, and what was summed for "
-            "them is gone; flush() or reset() before such a change",
-            UserWarning,
-            stacklevel=6,
+            "them is gone; flush() or reset() before such a change"
         )
 
 

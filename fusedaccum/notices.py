@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import TYPE_CHECKING
 
@@ -13,23 +14,30 @@ if TYPE_CHECKING:
     from fusedaccum.window import Window
 
 
+def warn(text: str) -> None:
+    """A UserWarning that points at the user's line: the first one that is neither here nor in torch.
+
+    How many frames lie between depends on what led here, and on what torch.compile puts around every call.
+    """
+    frame, level = sys._getframe(1), 2
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("fusedaccum", "torch"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, UserWarning, stacklevel=level)
+
+
 def warn_low_precision(low: list[Tensor], fused: bool) -> None:
     """Say that `low`, parameters of low precision, lose small updates, and what helps."""
     needs = "" if fused else " (which needs the fused update: AdamW, Adam or SGD)"
-    warnings.warn(
+    warn(
         f"{NAME}: {len(low)} parameters are {low[0].dtype} and are updated without FP32 masters, which loses "
         f"most small updates (0.5 - 3e-4 is 0.5 in bfloat16); pass master_weights=True{needs}, or keep the "
-        "parameters in float32",
-        UserWarning,
-        stacklevel=4,
+        "parameters in float32"
     )
 
 
 def warn_open_window(window: Window, what: str) -> None:
     """Say that an open window goes away, with what would have kept it."""
-    warnings.warn(
+    warn(
         f"{NAME} {what} with an open window: {window.micro_batches} of {window.length} micro-batches were summed and "
-        "never reached the parameters; flush() applies them, reset() drops them, state_dict() keeps them",
-        UserWarning,
-        stacklevel=3,
+        "never reached the parameters; flush() applies them, reset() drops them, state_dict() keeps them"
     )
