@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedaccum import folding
 from fusedaccum.flat_buffer import in_memory_order
 from fusedaccum.notices import warn
 from fusedaccum.options import NAME, PLAIN, WEIGHTED, parameters
@@ -45,6 +46,7 @@ def save(window: Window) -> dict[str, Any]:
     has started. state_layout: a digest of which parameters have which state; state_witness: {that digest: True}, empty
     where there is no state, which `torch.distributed.checkpoint` drops whenever it drops the state.
     """
+    folding.follow(window, thorough=True)
     positions = _positions(window)
     _conform_moments(window)
     pending, kept = window.micro_batches, window.nonfinite.kept
@@ -221,6 +223,7 @@ def check(window: Window, saved: Any) -> None:
     _warn_of_other_steps(window, saved)
     if any(t is not None for t in (*saved["sums"], *saved["masters"])):
         window.locate()  # here, because parameters that cannot be summed make it raise
+        folding.follow(window, thorough=True)
 
 
 def _check_counts(window: Window, saved: dict[str, Any]) -> None:

@@ -81,6 +81,7 @@ class FlatBuffer:
         self.backend = backend
         self.shapes = [p.shape for p in params]
         self.strides = [dense_stride(p) for p in params]
+        self.complex = [p.is_complex() for p in params]
         # Segments whose gradient cannot be read as it is: complex, or in another order than row-major.
         self.special = frozenset(
             k for k, p in enumerate(params) if p.is_complex() or not torch.empty_like(p, device="meta").is_contiguous()
@@ -120,8 +121,14 @@ class FlatBuffer:
     def matches(self, params: Sequence[Tensor]) -> bool:
         """Whether this buffer, as it is, can hold the gradients of `params`: same objects, sizes, order in memory."""
         return len(params) == len(self.params) and all(
-            p is q and p.shape == shape and p.device == self.device and dense_stride(p) == stride
-            for p, q, shape, stride in zip(params, self.params, self.shapes, self.strides, strict=True)
+            p is q
+            and p.shape == shape
+            and p.device == self.device
+            and dense_stride(p) == stride
+            and p.is_complex() == pairs
+            for p, q, shape, stride, pairs in zip(
+                params, self.params, self.shapes, self.strides, self.complex, strict=True
+            )
         )
 
     def moved(self) -> bool:
@@ -136,7 +143,7 @@ class FlatBuffer:
     def view(self, k: int) -> Tensor:
         """The k-th segment as a tensor of the parameter's shape and order: float32, or complex64 for complex64."""
         offset = int(self.segments[k, 0])
-        if self.params[k].is_complex():
+        if self.complex[k]:
             pair = self.flat.as_strided((*self.shapes[k], 2), (*(2 * s for s in self.strides[k]), 1), offset)
             return torch.view_as_complex(pair)
         return self.flat.as_strided(self.shapes[k], self.strides[k], offset)

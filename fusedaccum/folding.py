@@ -48,7 +48,7 @@ def carry(old: list[FlatBuffer], new: list[FlatBuffer]) -> None:
             target, j = place.get(buffer.params[k], (None, 0))
             if not buffer.holds_sum(k):
                 continue
-            if target is None or target.shapes[j] != buffer.shapes[k]:
+            if target is None or (target.shapes[j], target.complex[j]) != (buffer.shapes[k], buffer.complex[k]):
                 lost += 1
             else:
                 target.put(j, buffer.view(k))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch.nn.utils import parametrize
@@ -135,3 +137,81 @@ def test_a_state_dict_of_a_lazy_module_waits_for_its_shape():
         w.state_dict()
     lazy(torch.ones(1, 3))
     assert w.state_dict()["fusedaccum"]["pending"] == 0
+
+
+BECOMES = {
+    "another shape": lambda: torch.zeros(2, 5),
+    "another order in memory": lambda: torch.zeros(3, 2).t(),
+    "complex": lambda: torch.zeros(2, 3, dtype=torch.complex64),
+    "bfloat16": lambda: torch.zeros(2, 3, dtype=torch.bfloat16),
+}
+every_change = pytest.mark.parametrize("become", BECOMES.values(), ids=BECOMES)
+
+
+def trained(tensor, **options):
+    """(parameter, wrapper over it) with one of two micro-batches folded."""
+    p = torch.nn.Parameter(tensor)
+    w = wrap(SGD([p], lr=1.0), 2, **options)
+    p.grad = torch.arange(1.0, p.numel() + 1).view(p.shape).to(p.dtype)
+    w.step()
+    return p, w
+
+
+@every_change
+@pytest.mark.parametrize("moment", ["inside a window", "between windows"])
+def test_a_parameter_that_becomes_complex_or_another(moment, become):
+    """A sum that fits no longer is given up with the warning; what comes after is right."""
+    p, w = trained(torch.zeros(2, 3))
+    if moment == "between windows":
+        w.reset()
+        w.step()
+    p.data = become()
+    p.grad = torch.full_like(p, 2.0)
+    fits = become in (BECOMES["another order in memory"], BECOMES["bfloat16"])
+    if moment == "between windows" or fits:
+        w.step()
+    else:
+        with pytest.warns(UserWarning, match="1 parameters left the optimizer or changed shape"):
+            w.step()
+    was = torch.arange(1.0, 7.0).view(2, 3) / 2 if moment == "inside a window" and fits else 0.0
+    assert torch.equal(p.detach().to(torch.complex64), -(torch.ones(p.shape) + was).to(torch.complex64))
+
+
+@every_change
+def test_loading_right_after_a_parameter_has_changed(become):
+    """The loaded sums belong to what the parameter is now, not to the buffer that was built for what it was."""
+    p, w = trained(torch.zeros(2, 3))
+    w.reset()
+    _, other = trained(become())
+    p.data = become()
+    w.load_state_dict(copy.deepcopy(other.state_dict()))
+    w.flush()
+    assert torch.equal(p.detach(), -torch.arange(1.0, p.numel() + 1).view(p.shape).to(p.dtype))
+
+
+@every_change
+@pytest.mark.filterwarnings("ignore:.*changed shape")
+def test_saving_right_after_a_parameter_has_changed(become):
+    """What is saved then can be loaded."""
+    p, w = trained(torch.zeros(2, 3))
+    p.data = become()
+    saved = copy.deepcopy(w.state_dict())
+    q, other = trained(become())
+    other.load_state_dict(saved)
+    for wrapper in (w, other):
+        (r,) = wrapper.param_groups[0]["params"]
+        r.grad = torch.ones_like(r)
+        wrapper.step()
+    assert torch.equal(p, q)
+    assert p.count_nonzero() == p.numel()
+
+
+def test_saving_masters_right_after_a_parameter_has_changed():
+    p, w = trained(torch.zeros(2, 3, dtype=torch.bfloat16), master_weights=True)
+    w.flush()
+    p.data = torch.full((4,), 0.75, dtype=torch.bfloat16)
+    assert w.state_dict()["fusedaccum"]["masters"] == (None,)
+    set_grads([p], [torch.full((4,), 2.0**-12)])
+    w.step()
+    w.flush()
+    assert torch.equal(w.state_dict()["fusedaccum"]["masters"][0], torch.full((4,), 0.75 - 2.0**-12))
