@@ -243,6 +243,8 @@ class Window:
         """See `FusedAccumOptimizer.master_grad`."""
         if not isinstance(param, Tensor):
             raise TypeError(f"{NAME}: master_grad needs a parameter of the optimizer, not a {type(param).__name__}")
+        if not self.boundary.in_pre_hook:
+            folding.follow(self, thorough=True)
         buffer, k = self.place.get(param, (None, 0))
         if buffer is None or not buffer.is_touched(k):
             if buffer is None and not any(param is p for p in parameters(self.optimizer)):

@@ -215,3 +215,16 @@ def test_saving_masters_right_after_a_parameter_has_changed():
     w.step()
     w.flush()
     assert torch.equal(w.state_dict()["fusedaccum"]["masters"][0], torch.full((4,), 0.75 - 2.0**-12))
+
+
+@every_change
+@pytest.mark.filterwarnings("ignore:.*changed shape")
+def test_master_grad_right_after_a_parameter_has_changed(become):
+    """It has the parameter's shape, and the sum where that still fits."""
+    p, w = trained(torch.zeros(2, 3))
+    p.data = become()
+    fits = become in (BECOMES["another order in memory"], BECOMES["bfloat16"])
+    dtype = torch.complex64 if p.is_complex() else torch.float32
+    expected = torch.arange(1.0, 7.0).view(2, 3) / 2 if fits else torch.zeros(p.shape, dtype=dtype)
+    assert w.master_grad(p).dtype == expected.dtype
+    assert torch.equal(w.master_grad(p), expected)
