@@ -28,29 +28,34 @@ class Boundary:
         self.divisor: float | Tensor = 1.0
         self.in_pre_hook = False
         self._shown = False  # to a pre-hook, which may have edited it
+        self._divided_by: float | Tensor | None = None  # by which `show` has divided the sums
 
-    def close(self, window: Window, pre_hooks: Callable[[], None], post_hooks: Callable[[], None]) -> None:
+    def close(self, window: Window, pre_hooks: Callable[[], bool], post_hooks: Callable[[], None]) -> None:
         """Update the parameters with what the window holds, and begin the next one.
 
         pre_hooks and post_hooks are called around the update, and not at all where no gradient came in the window.
         Where something raises before the update, the window is as it was.
         """
-        window.locate()
-        folding.follow(window, thorough=True)
-        touched = [buffer for buffer in window.buffers if buffer.touched]
+        touched = _touched(window)
         if _is_empty(window, touched):
             window.reset()
             return
         if window.nonfinite.may_skip and window.update.name == "wrapped" and self._is_skipped_now(window, touched):
             return
-        self._run_pre_hooks(window, pre_hooks, touched)
-        if not window.pending and not window.graphs.captured:  # a hook has called reset() or close()
+        try:
+            if self._run_pre_hooks(window, pre_hooks, touched):
+                if not window.pending and not window.graphs.captured:  # a hook has called reset() or close()
+                    return
+                touched = _touched(window)
+            if not capture.is_capturing():
+                window.graphs.prepare(window.buffers, window.optimizer)
+            window.update.prepare(touched)
+        except BaseException:
+            self._take_back(window)
+            raise
+        if not touched:  # a hook has taken away what there was to update
+            window.reset()
             return
-        window.locate()
-        touched = [buffer for buffer in window.buffers if buffer.touched]
-        if not capture.is_capturing():
-            window.graphs.prepare(window.buffers, window.optimizer)
-        window.update.prepare(touched)
         skip = self._set_scalars(window, touched)
         window.update.apply(touched)
         if on_device := window.graphs.captured > 0:
@@ -69,8 +74,8 @@ class Boundary:
             window.counts.window_skipped()
         return skipped
 
-    def _run_pre_hooks(self, window: Window, pre_hooks: Callable[[], None], touched: list[FlatBuffer]) -> None:
-        """What the hooks saw of the buffer they may have edited, so its norm is taken again."""
+    def _run_pre_hooks(self, window: Window, pre_hooks: Callable[[], bool], touched: list[FlatBuffer]) -> bool:
+        """Whether there were any. What they saw of the buffer they may have edited, so its norm is taken again."""
         if self.in_pre_hook:
             raise RuntimeError(
                 f"{NAME}: flush() or a full window inside a step pre-hook, which runs because the window is being "
@@ -78,13 +83,9 @@ class Boundary:
             )
         self.divisor = window.divisor()
         self.in_pre_hook, self._shown = True, False
-        before = self.divisor
+        self._divided_by = None
         try:
-            pre_hooks()
-        except BaseException:
-            if self.divisor is not before and window.pending:  # `show` made means of the sums
-                window.rescale(before)
-            raise
+            return pre_hooks()
         finally:
             self.in_pre_hook = False
             if self._shown:
@@ -104,6 +105,14 @@ class Boundary:
         elif divisor != 1.0:
             window.rescale(1.0 / divisor)
             self.divisor = 1.0
+        if self.divisor is not divisor and self._divided_by is None:
+            self._divided_by = divisor
+
+    def _take_back(self, window: Window) -> None:
+        """Make sums again of what `show` has made means of: the window stays open."""
+        if self._divided_by is not None and window.pending:
+            window.rescale(self._divided_by)
+        self._divided_by = None
 
     def undivided(self, window: Window, sums: Tensor) -> Tensor:
         """`sums` as they count in a saved window: in a pre-hook `show` may have divided them already."""
@@ -125,6 +134,13 @@ class Boundary:
         undecided = isinstance(self.divisor, Tensor) or skips
         on_device = undecided and window.update.name == "fused" and not capture.is_capturing()
         return first.scalars[1].long() if on_device else None
+
+
+def _touched(window: Window) -> list[FlatBuffer]:
+    """The buffers that hold something, after a look at what parameters are now."""
+    window.locate()
+    folding.follow(window, thorough=True)
+    return [buffer for buffer in window.buffers if buffer.touched]
 
 
 def _is_empty(window: Window, touched: list[FlatBuffer]) -> bool:

@@ -22,12 +22,16 @@ NAMES = (
 )
 
 
-def before_update(wrapper: FusedAccumOptimizer) -> None:
-    """Fire the step pre-hooks. What they return may not matter, but must be what torch allows."""
-    for hook, owner in _hooks(wrapper, "_optimizer_step_pre_hooks", torch_optimizer._global_optimizer_pre_hooks):
+def before_update(wrapper: FusedAccumOptimizer) -> bool:
+    """Fire the step pre-hooks; returns whether there were any. What they return may not matter, but must be what torch
+    allows.
+    """
+    hooks = _hooks(wrapper, "_optimizer_step_pre_hooks", torch_optimizer._global_optimizer_pre_hooks)
+    for hook, owner in hooks:
         result = hook(owner, (owner,), {})
         if result is not None and not (isinstance(result, tuple) and len(result) == 2):
             raise RuntimeError(f"{NAME}: a step pre-hook must return None or a tuple (args, kwargs), not {result!r}")
+    return bool(hooks)
 
 
 def after_update(wrapper: FusedAccumOptimizer) -> None:
