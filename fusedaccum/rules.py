@@ -161,7 +161,7 @@ class OptimizerState:
         self.known: dict[str, list[Tensor | None]] = {slot: [None] * len(buffer.params) for slot in rule.slots}
         self.step_views = list(buffer.steps.unbind()) if rule.counts_steps else []
         self.entries: list[dict[str, Any]] = [{}] * len(buffer.params)
-        self.entries_of: list[int] = []  # identities of the optimizer's entries when `entries` was filled
+        self.entries_of: list[int] = []  # identities of the state's parameters and entries when `entries` was filled
 
     def refresh(self, segments: list[int], group_of: list[dict[str, Any]]) -> None:
         """Take up what `optimizer.state` holds now for `segments`; create what is missing, as torch does, with zeros.
@@ -174,9 +174,11 @@ class OptimizerState:
 
     def outdated(self, segments: list[int], group_of: list[dict[str, Any]]) -> Iterator[int]:
         """Those of `segments` whose state is not what `optimizer.state` holds now, or is missing there."""
-        # Looking a tensor up costs a call of its __hash__. `entries` keeps the dicts alive: no identity is used again.
-        if (entries_of := list(map(id, self.optimizer.state.values()))) != self.entries_of:
-            self.entries = [self.optimizer.state.get(p, {}) for p in self.buffer.params]
+        # Looking a tensor up costs a call of its __hash__. `entries` keeps the dicts alive, and the buffer the
+        # parameters: no identity is used again.
+        everything = self.optimizer.state
+        if (entries_of := [*map(id, everything), *map(id, everything.values())]) != self.entries_of:
+            self.entries = [everything.get(p, {}) for p in self.buffer.params]
             self.entries_of = entries_of
         slots_of = {id(group): self.rule.slots_of(group) for group in self.optimizer.param_groups}
         for k in segments:

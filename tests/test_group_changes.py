@@ -1,116 +1,41 @@
-"""Groups, parameters, state and dtypes that change under a wrapper, inside and between windows, against float64."""
+"""Groups, parameters and state that change under a wrapper, inside windows and between them, against float64."""
 
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 
 import pytest
 import torch
-from torch.optim import SGD, AdamW
+from change_runs import (
+    SAME,
+    SHAPES,
+    SPARE,
+    STEPS,
+    compare,
+    every_moment,
+    every_variant,
+    reload,
+    train_in_windows,
+    twin,
+)
+from torch.optim import SGD
 from wrapper_helpers import (
     LOW_PRECISION,
     MAKERS,
-    assert_within_budget,
     both_updates,
     every_maker,
     make_params,
     make_windows,
-    mean64,
     refused,
     set_grads,
-    state_bits,
     tidy,  # noqa: F401
     uniform,
     use_two_buffers,
     wrap,
 )
 
-from fusedaccum import FusedAccumOptimizer
-
 pytestmark = [LOW_PRECISION, pytest.mark.filterwarnings("ignore:.*parameters left the optimizer or changed shape")]
-
-SHAPES = [(33,), (2, 35), (33,), (5,), (130,)]
-SAME = 2  # of the shape that the first one has
-SPARE = 4  # the one that is not in the optimizer at first
-STEPS, WINDOWS = 3, 6
-MOMENTS = {"between windows": (2, 0), "inside a window": (2, 1), "before the last of a window": (2, 2)}
-every_moment = pytest.mark.parametrize("moment", MOMENTS.values(), ids=MOMENTS)
-
-# (options, dtype of the parameters, dtype of the stock optimizer whose error is the measure)
-VARIANTS = {
-    "fused-fp32": ({"update": "fused"}, torch.float32, torch.float32),
-    "fused-bf16": ({"update": "fused"}, torch.bfloat16, torch.bfloat16),
-    "fused-bf16-state": ({"update": "fused", "state_dtype": torch.float32}, torch.bfloat16, torch.bfloat16),
-    "fused-bf16-masters": (
-        {"update": "fused", "state_dtype": torch.float32, "master_weights": True},
-        torch.bfloat16,
-        torch.float32,
-    ),
-    "wrapped-fp32": ({"update": "wrapped"}, torch.float32, torch.float32),
-    "wrapped-bf16": ({"update": "wrapped"}, torch.bfloat16, torch.bfloat16),
-}
-every_variant = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
-
-
-def twin(make, start, dtype):
-    """(optimizer, all parameters): two groups of two, the second at half the rate."""
-    params = make_params(start, dtype)
-    optimizer = make([{"params": params[:2]}, {"params": params[2:SPARE]}])
-    optimizer.param_groups[1]["lr"] /= 2
-    return optimizer, params
-
-
-def train_in_windows(w, params, windows, events):
-    """events: {(window, micro-batch): function of the optimizer and all parameters}, called before that micro-batch."""
-    for k, window in enumerate(windows):
-        for m, grads in enumerate(window):
-            if (k, m) in events:
-                events[k, m](w, params)
-            set_grads(params, grads)
-            w.step()
-            w.zero_grad()
-            for p in params:
-                p.grad = None
-
-
-def train_on_means(optimizer, params, windows, events):
-    """The bare optimizer, which sees the window's mean after all that happened in the window."""
-    for k, window in enumerate(windows):
-        for m in range(len(window)):
-            if (k, m) in events:
-                events[k, m](optimizer, params)
-        set_grads(params, mean64(window))
-        optimizer.step()
-        for p in params:
-            p.grad = None
-
-
-def compare(make, variant, events, silent=lambda k, window, micro: False, gradients=torch.bfloat16):
-    """Train ours, the stock optimizer and a float64 one alike. silent: where a parameter gets no gradient."""
-    options, dtype, stock_dtype = variant
-    start = [uniform(*s, seed=n, dtype=torch.bfloat16) for n, s in enumerate(SHAPES)]
-    windows = make_windows(SHAPES, WINDOWS, STEPS, gradients)
-    windows = [
-        [[None if silent(k, i, m) else g for k, g in enumerate(grads)] for m, grads in enumerate(window)]
-        for i, window in enumerate(windows)
-    ]
-    inner, mine = twin(make, start, dtype)
-    w = wrap(inner, STEPS, **options)
-    train_in_windows(w, mine, windows, events)
-    results = [mine]
-    for d in (stock_dtype, torch.float64):
-        optimizer, params = twin(make, start, d)
-        train_on_means(optimizer, params, windows, events)
-        results.append(params)
-    for ours, stock, truth in zip(*results, strict=True):
-        assert_within_budget(ours, stock, truth)
-    assert w.updates == WINDOWS
-    return w
-
-
-def reload(optimizer, params):
-    """What is saved and loaded changes nothing, an open window included."""
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
 # Groups
@@ -247,6 +172,12 @@ def exchange_states(optimizer, params):
     optimizer.state[a], optimizer.state[b] = optimizer.state[b], optimizer.state[a]
 
 
+def exchange_keys(optimizer, params):
+    """A state with the same entries in the same order, of other parameters."""
+    other = {params[0]: params[SAME], params[SAME]: params[0]}
+    optimizer.state = defaultdict(dict, {other.get(p, p): entries for p, entries in optimizer.state.items()})
+
+
 def clear_state(optimizer, params):
     optimizer.state.clear()
 
@@ -254,7 +185,7 @@ def clear_state(optimizer, params):
 @every_variant
 @every_maker
 @every_moment
-@pytest.mark.parametrize("change", [exchange_states, clear_state])
+@pytest.mark.parametrize("change", [exchange_states, exchange_keys, clear_state])
 def test_state(change, moment, make, variant):
     compare(make, variant, {moment: change, (4, 1): reload}, lambda k, i, m: k == SPARE)
 
@@ -281,73 +212,7 @@ def test_frozen_and_unfrozen(out, back, make, variant):
     compare(make, variant, events, silent)
 
 
-# Dtypes
-
-
-def retype(dtype):
-    """`model.to(dtype)`. Bare torch needs its moments converted by hand, as its loader does; float64 keeps all bits."""
-
-    def change(optimizer, params):
-        exact = params[0].dtype == torch.float64
-        for p in params:
-            p.data = p.data.to(dtype).to(torch.float64 if exact else dtype)
-            for key, value in optimizer.state.get(p, {}).items():
-                if key != "step" and not exact and not isinstance(optimizer, FusedAccumOptimizer):
-                    optimizer.state[p][key] = value.to(dtype)
-
-    return change
-
-
-RETYPED = {name: variant for name, variant in VARIANTS.items() if name != "fused-bf16-masters"} | {
-    # Masters are derived again from what the conversion has rounded, so that the measure is bf16 as well.
-    "fused-bf16-masters": (VARIANTS["fused-bf16-masters"][0], torch.bfloat16, torch.bfloat16)
-}
-
-
-@pytest.mark.parametrize("variant", RETYPED.values(), ids=RETYPED)
-@every_maker
-@every_moment
-@pytest.mark.parametrize("there", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_retyped_there_and_back(there, moment, make, variant):
-    """Moments follow the parameter, unless `state_dtype` says otherwise: Adam raises, with some counts advanced."""
-    options, dtype, _ = variant
-    w = compare(make, variant, {moment: retype(there), (4, 1): retype(dtype)}, lambda k, i, m: k == SPARE)
-    for p in w.param_groups[0]["params"]:
-        moments = {value.dtype for key, value in w.state[p].items() if key != "step"}
-        assert moments == {options.get("state_dtype", dtype)}
-
-
-def test_moments_with_a_dtype_of_their_own_keep_it_and_their_bits():
-    """Those that `state_dtype` asks for, and those that were there when the optimizer was wrapped."""
-    p, q = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
-    w = wrap(SGD([p], lr=1.0, momentum=1.0), 1, state_dtype=torch.float32)
-    inner = SGD([q], lr=1.0, momentum=1.0)
-    inner.state[q]["momentum_buffer"] = torch.full((3,), 1 / 3)
-    used = wrap(inner, 1)
-    for wrapper, r, first, dtype in ((w, p, 1 / 3, torch.bfloat16), (used, q, 0.0, torch.float16)):
-        set_grads([r], [torch.full((3,), first)])
-        wrapper.step()
-        r.data = r.data.to(dtype)
-        set_grads([r], [torch.zeros(3)])
-        wrapper.step()
-        assert torch.equal(wrapper.state[r]["momentum_buffer"], torch.full((3,), 1 / 3))
-
-
-@both_updates
-def test_a_scalar_parameter_is_retyped(update):
-    """Its step count has its shape, and stays float32."""
-    p = torch.nn.Parameter(torch.ones(()))
-    w = wrap(AdamW([p], lr=0.5), 1, update=update)
-    for dtype in (torch.float32, torch.bfloat16):
-        p.data = p.data.to(dtype)
-        set_grads([p], [torch.ones(())])
-        w.step()
-    entries = w.state[p]
-    assert (entries["step"].dtype, entries["step"].item()) == (torch.float32, 2)
-    assert entries["exp_avg"].dtype == torch.bfloat16
-
-
-# Loading what was saved before a change
+# Loading what was saved before
 
 
 @both_updates
@@ -364,31 +229,3 @@ def test_a_checkpoint_from_before_a_change_of_groups_is_refused(change, update):
     change(w, params)
     with refused(w, "(?i)param"):
         w.load_state_dict(saved)
-
-
-@both_updates
-@every_maker
-def test_a_checkpoint_from_before_a_retyping(make, update):
-    """Sums come back in FP32, moments in the dtype that the parameters have now, as in torch."""
-    start = [uniform(*s, seed=n, dtype=torch.bfloat16) for n, s in enumerate(SHAPES)]
-    windows = make_windows(SHAPES, 3, STEPS, torch.bfloat16)
-    results = []
-    for early in (True, False):
-        inner, params = twin(make, start, torch.float32)
-        w = wrap(inner, STEPS, update=update)
-        train_in_windows(w, params, windows[:2], {})
-        set_grads(params, windows[2][0])
-        w.step()
-        saved = copy.deepcopy(w.state_dict())
-        if early:
-            retype(torch.bfloat16)(w, params)
-            w.load_state_dict(saved)
-        else:
-            w.load_state_dict(saved)
-            retype(torch.bfloat16)(w, params)
-        for grads in windows[2][1:]:
-            set_grads(params, grads)
-            w.step()
-        assert w.updates == 3
-        results.append([state_bits(params), state_bits([dict(w.state[p]) for p in params if p in w.state])])
-    assert results[0] == results[1]
