@@ -87,11 +87,10 @@ def _saved_sum(window: Window, p: Tensor) -> Tensor | None:
 
 
 def _saved_master(window: Window, p: Tensor) -> Tensor | None:
-    buffer, k = window.place.get(p, (None, 0))
-    if buffer is None or not isinstance(window.update, FusedUpdate):
+    if not isinstance(window.update, FusedUpdate):
         return None
-    master = window.update.master(buffer, k)
-    return None if master is None else master.as_strided(buffer.shapes[k], buffer.strides[k])
+    buffer, k = window.place.get(p, (None, 0))
+    return window.update.parked_master(p) if buffer is None else window.update.master(buffer, k)
 
 
 def _conform_moments(window: Window) -> None:

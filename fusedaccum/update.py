@@ -113,12 +113,19 @@ class FusedUpdate:
             convert_moments(self.optimizer, param, was)
 
     def master(self, buffer: FlatBuffer, k: int) -> Tensor | None:
-        """The FP32 master of segment k (1-D, in memory order), brought up to date; None where there is none."""
+        """The FP32 master of segment k in its parameter's shape, brought up to date; None where there is none."""
         masters = self.side(buffer).masters
         if masters is None or masters.tensors[k] is buffer.absent:
             return None
         masters.refresh([k])
-        return masters.tensors[k]
+        return masters.tensors[k].as_strided(buffer.shapes[k], buffer.strides[k])
+
+    def parked_master(self, param: Tensor) -> Tensor | None:
+        """The master of a parameter without a segment, in its shape; None where there is none, or for other values."""
+        master, stride, seen = self.parked.get(param, (None, (), None))
+        if master is None or seen != (param._version, param.data_ptr()):
+            return None
+        return master.as_strided(param.shape, stride)
 
     def put_master(self, buffer: FlatBuffer, k: int, master: Tensor) -> None:
         """Take a saved master: float32, 1-D, in memory order. `Masters.refresh` says what becomes of it."""
