@@ -14,11 +14,11 @@ from fusedaccum.rules import RULES, HyperTable, OptimizerState
 def convert_moments(optimizer: Optimizer, param: Tensor, was: torch.dtype) -> None:
     """Bring what `optimizer` keeps for `param`, whose dtype `was` another, to its dtype, as loading a state would.
 
-    Adam raises for moments of another dtype, with some step counts advanced.
+    Adam raises for moments of another dtype, with some step counts advanced. Scalars beside them keep theirs.
     """
     entries = optimizer.state.get(param, {})
     for key, value in entries.items():
-        if key != "step" and isinstance(value, Tensor) and value.dtype == was and value.shape == param.shape:
+        if key != "step" and isinstance(value, Tensor) and value.dtype == was and value.dim() == param.dim():
             entries[key] = value.to(param.dtype)
 
 
