@@ -33,7 +33,11 @@ from wrapper_helpers import (
 
 from fusedaccum import FusedAccumOptimizer
 
-pytestmark = LOW_PRECISION
+pytestmark = [
+    LOW_PRECISION,
+    # torch.jit's own, when the first transform of torch.func is imported.
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
+]
 func = torch.func
 
 
