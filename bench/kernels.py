@@ -183,7 +183,7 @@ def our_step(case: Case, state: State, buffer: FlatBuffer) -> Kernel:
         groups,
         hyper,
     )
-    lists = (state.params, state.exp_avgs, state.exp_avg_sqs, [], state.masters)
+    lists = (state.params, state.exp_avgs, state.exp_avg_sqs, [], state.masters, None)
     return Kernel(OURS, lambda: None, lambda: buffer.backend.adam(*tables, *lists, False), lambda: state.params)
 
 

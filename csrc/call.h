@@ -55,6 +55,13 @@ struct Call {
     check.one("hyper", hyper, ScalarType::Double, {-1, columns});
   }
 
+  // Null where everything is rounded to nearest.
+  const int64_t* check_random(const OptionalTensor& random) const {
+    if (!random) return nullptr;
+    check.one("random", *random, ScalarType::Long, {plan.count + 2});
+    return data<int64_t>(*random);
+  }
+
   // One entry for each segment, without data where there is no gradient.
   std::vector<Elements> gradients(const OptionalTensors& grads) const {
     check.length("grads", grads.size(), plan.count);

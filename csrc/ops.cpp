@@ -33,6 +33,12 @@ struct CpuCall : Call {
     work.add(k, plan.first_tile[k], numel(k));
   }
 
+  // How segment k's parameter is rounded. random: as `check_random` returns it.
+  Rounding rounding(const int64_t* random, int64_t k, const Elements& param, const Elements& master) const {
+    if (random == nullptr || param.dtype != DType::kBFloat16 || master.data != nullptr) return {};
+    return {true, {uint64_t(random[0]), uint32_t(random[2 + k]), uint32_t(random[1])}};
+  }
+
   void add_touched() {
     for (int64_t k = 0; k < plan.count; ++k)
       if (touched(k)) add(k);
@@ -188,9 +194,11 @@ void skip_update(const CpuCall& call, bool zero) {
 
 void adam(Tensor flat, Tensor marks, const OptionalTensor& live, Tensor segments, Tensor tiles, Tensor scalars,
           Tensor steps, Tensor groups, Tensor hyper, const Tensors& params, const Tensors& exp_avgs,
-          const Tensors& exp_avg_sqs, const Tensors& max_exp_avg_sqs, const Tensors& masters, bool zero) {
+          const Tensors& exp_avg_sqs, const Tensors& max_exp_avg_sqs, const Tensors& masters,
+          const OptionalTensor& random, bool zero) {
   CpuCall call("adam", flat, marks, live, segments, tiles);
   const Update<AdamFactors> update(call, scalars, steps, groups, hyper, kAdamColumns, host::adam_factors);
+  const int64_t* noise = call.check_random(random);
   const auto [p, m, v, v_max, master] = call.adam_lists(params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters);
   call.add_counting();
 
@@ -199,16 +207,18 @@ void adam(Tensor flat, Tensor marks, const OptionalTensor& live, Tensor segments
   call.work.parallel([&](int64_t k, int64_t tile, int64_t count) {
     AdamFactors factors = update.factors[update.which[k]];
     factors.amsgrad = factors.amsgrad && v_max[k].data != nullptr;
-    cpu.adam({call.flat, p[k], m[k], v[k], v_max[k], static_cast<float*>(master[k].data), factors, zero},
+    const Rounding rounding = call.rounding(noise, k, p[k], master[k]);
+    cpu.adam({call.flat, p[k], m[k], v[k], v_max[k], static_cast<float*>(master[k].data), factors, rounding, zero},
              call.tiles + tile, count);
   });
 }
 
 void sgd(Tensor flat, Tensor marks, const OptionalTensor& live, Tensor segments, Tensor tiles, Tensor scalars,
          Tensor steps, Tensor groups, Tensor hyper, const Tensors& params, const Tensors& momentum_buffers,
-         const Tensors& masters, bool zero) {
+         const Tensors& masters, const OptionalTensor& random, bool zero) {
   CpuCall call("sgd", flat, marks, live, segments, tiles);
   const Update<SgdFactors> update(call, scalars, steps, groups, hyper, kSgdColumns, host::sgd_factors);
+  const int64_t* noise = call.check_random(random);
   const auto [p, b, master] = call.sgd_lists(params, momentum_buffers, masters);
   call.add_counting();
 
@@ -217,7 +227,9 @@ void sgd(Tensor flat, Tensor marks, const OptionalTensor& live, Tensor segments,
   call.work.parallel([&](int64_t k, int64_t tile, int64_t count) {
     const SgdFactors& factors = update.factors[update.which[k]];
     const Elements buffer = factors.momentum != 0 ? b[k] : Elements{};
-    cpu.sgd({call.flat, p[k], buffer, static_cast<float*>(master[k].data), factors, zero}, call.tiles + tile, count);
+    const Rounding rounding = call.rounding(noise, k, p[k], master[k]);
+    cpu.sgd({call.flat, p[k], buffer, static_cast<float*>(master[k].data), factors, rounding, zero}, call.tiles + tile,
+            count);
   });
 }
 

@@ -48,6 +48,19 @@ struct SgdFactors {
   bool first;  // the segment's first update: the momentum buffer starts as the gradient
 };
 
+// What the random numbers of a segment's elements are made of.
+struct Noise {
+  uint64_t seed;
+  uint32_t stream, update;
+};
+
+// A counter, and what is made of it.
+struct Philox {
+  uint32_t word[4];
+};
+
+constexpr uint32_t kLargestBFloat16 = 0x7f7f0000;  // as a float's bits
+
 constexpr int64_t kAdamColumns = 8;
 constexpr int64_t kSgdColumns = 6;
 
@@ -83,6 +96,32 @@ FUSEDACCUM_HD double power(double base, int64_t exponent) {
   for (; exponent > 0; exponent >>= 1, base *= base)
     if (exponent & 1) result *= base;
   return result;
+}
+
+// Philox4x32-10: Salmon, Moraes, Dror and Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3". 128 random bits.
+FUSEDACCUM_HD Philox philox(Philox counter, uint64_t seed) {
+  uint32_t key[2] = {uint32_t(seed), uint32_t(seed >> 32)};
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t a = uint64_t(0xD2511F53) * counter.word[0], b = uint64_t(0xCD9E8D57) * counter.word[2];
+    counter = {{uint32_t(b >> 32) ^ counter.word[1] ^ key[0], uint32_t(b), uint32_t(a >> 32) ^ counter.word[3] ^ key[1],
+                uint32_t(a)}};
+    key[0] += 0x9E3779B9;
+    key[1] += 0xBB67AE85;
+  }
+  return counter;
+}
+
+// The block that holds 16 random bits for element i of a segment, and for its 7 neighbours.
+FUSEDACCUM_HD Philox random_block(const Noise& noise, int64_t i) {
+  const uint64_t block = uint64_t(i) / 8;
+  return philox({{uint32_t(block), uint32_t(block >> 32), noise.stream, noise.update}}, noise.seed);
+}
+
+// The bits of a float, rounded stochastically to bfloat16: those below bfloat16's last carry into it with the
+// probability that they stand for. From the largest finite bfloat16 on, which must not become infinite by chance, they
+// are left to rounding to nearest.
+FUSEDACCUM_HD uint32_t rounded_stochastically(uint32_t bits, uint32_t random) {
+  return (bits & 0x7fffffff) < kLargestBFloat16 ? (bits + random) & 0xffff0000 : bits;
 }
 
 // hyper: one row in the order of ADAM_COLUMNS.

@@ -23,11 +23,12 @@ constexpr const char* kSchemas[] = {
     "adam(Tensor(a!) flat, Tensor marks, Tensor? live, Tensor segments, Tensor tiles, Tensor scalars, Tensor steps, "
     "Tensor groups, "
     "Tensor hyper, Tensor(b!)[] params, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "
-    "Tensor(e!)[] max_exp_avg_sqs, Tensor(f!)[] masters, bool zero) -> ()",
+    "Tensor(e!)[] max_exp_avg_sqs, Tensor(f!)[] masters, Tensor? random, bool zero) -> ()",
 
     "sgd(Tensor(a!) flat, Tensor marks, Tensor? live, Tensor segments, Tensor tiles, Tensor scalars, Tensor steps, "
     "Tensor groups, "
-    "Tensor hyper, Tensor(b!)[] params, Tensor(c!)[] momentum_buffers, Tensor(d!)[] masters, bool zero) -> ()",
+    "Tensor hyper, Tensor(b!)[] params, Tensor(c!)[] momentum_buffers, Tensor(d!)[] masters, Tensor? random, "
+    "bool zero) -> ()",
 };
 
 }  // namespace fusedaccum

@@ -24,6 +24,8 @@ contiguous and on `flat`'s device, but for `segments` and `marks`, which are fac
     steps      float32[n]     updates that each segment has seen, this one included (after `close_window`).
     groups     int64[n]       row of `hyper` that holds for the segment.
     hyper      float64[G, C]  hyper-parameters per group, columns ADAM_COLUMNS or SGD_COLUMNS. Flags are 0.0 or 1.0.
+    random     int64[n + 2]   what random numbers are made of: the seed (at least 0), the number of the update, and the
+                              stream of each segment; or None, to round to nearest. See below.
 
 Lists of tensors have n entries. Where an entry does not apply (a segment that is not touched, a parameter without a
 master, a group without momentum) it is a tensor of 0 elements; a list none of whose entries apply may be empty.
@@ -32,6 +34,13 @@ float32) and have as many elements as the segment. Nothing is written before all
 
 An element is read once, computed on in float32 and written once, rounded to nearest even. Wherever a product is added,
 it is a fused multiply-add. Segments that are not TOUCHED are neither read nor written by anything but `fold`.
+
+With `random`, bfloat16 parameters without a master are rounded stochastically: to either neighbour, with probabilities
+that make the mean exactly right. 16 random bits are added to the float32's bits below bfloat16's, which are then cut
+off. Magnitudes of the largest finite bfloat16 and beyond (infinities and NaNs among them) are rounded to nearest. The
+random bits are those of Philox4x32-10 (Salmon et al. 2011): the key is the seed, low word first, and the counter of
+element i is (i // 8 as two words, low first; the segment's stream; the number of the update), the last two modulo
+2^32. Of the block's words the elements take the lower, then the upper half, in order of i % 8.
 """
 
 from __future__ import annotations
@@ -173,6 +182,7 @@ class Backend(Protocol):
         exp_avg_sqs: Sequence[Tensor],
         max_exp_avg_sqs: Sequence[Tensor],
         masters: Sequence[Tensor],
+        random: Tensor | None,
         zero: bool,
     ) -> None:
         """Adam and AdamW (torch.optim.Adam; `decoupled` = 1 for AdamW) on every touched segment.
@@ -212,6 +222,7 @@ class Backend(Protocol):
         params: Sequence[Tensor],
         momentum_buffers: Sequence[Tensor],
         masters: Sequence[Tensor],
+        random: Tensor | None,
         zero: bool,
     ) -> None:
         """Stochastic gradient descent as in torch.optim.SGD, on every touched segment.
@@ -224,7 +235,7 @@ class Backend(Protocol):
             p = p - lr * g
 
         The two lines with b are left out where momentum is 0 or the segment has no momentum buffer. A weight
-        decay of 0 is left out. zero, skip, masters as in `adam`.
+        decay of 0 is left out. zero, skip, masters, random as in `adam`.
 
         Mutates flat (only with zero), params, momentum_buffers, masters.
         """

@@ -23,7 +23,7 @@ from fusedaccum.backends import triton as backend
 TYPES = {
     "*fp32": ("flat", "scale", "scalars", "steps", "factor", "found_inf"),
     "*fp64": ("partials", "total", "divisor", "hyper"),
-    "*i64": ("tiles", "groups", "table"),
+    "*i64": ("tiles", "groups", "random", "table"),
     "*u8": ("marks", "live"),
     "fp64": ("max_norm",),
     "i32": ("tile_count", "segment_count"),
@@ -51,21 +51,32 @@ def kind(codes: tuple[int, ...]) -> int:
 
 def steps(kernel: triton.JITFunction, lists: dict[str, tuple[int, ...]], budgets: dict[str, Budget]) -> list[tuple]:
     """Each mixture of dtypes by itself, and all in one kernel, as a model with all of them has it."""
-    constants = {"LIVE": True, "ZERO": False, "BLOCK": backend.BLOCK}
+    constants = {"LIVE": True, "RANDOM": False, "ZERO": False, "BLOCK": backend.BLOCK}
     alone = [(kernel, constants | {"KINDS": (kind(codes),)}, [budgets[name]]) for name, codes in lists.items()]
     zeroing = constants | {"KINDS": (kind(lists["fp32"]),), "ZERO": True}
     every = constants | {"KINDS": tuple(sorted(kind(codes) for codes in lists.values()))}
-    without_live = (kernel, every | {"LIVE": False}, list(budgets.values()))
-    zeroed = [budgets["fp32"].zeroing]
-    return [*alone, (kernel, zeroing, zeroed), (kernel, every, list(budgets.values())), without_live]
+    together = [(kernel, every | change, list(budgets.values())) for change in ({}, {"LIVE": False})]
+    # Masters leave nothing to random rounding, and the wrapper has either.
+    without_masters = {name: codes for name, codes in lists.items() if "master" not in name}
+    low = [(name,) for name in without_masters if "16 bits" in name]
+    random = [
+        (
+            kernel,
+            constants | {"RANDOM": True, "KINDS": tuple(sorted(kind(lists[name]) for name in names))},
+            [budgets[name] for name in names],
+        )
+        for names in (*low, tuple(without_masters))
+    ]
+    return [*alone, (kernel, zeroing, [budgets["fp32"].zeroing]), *together, *random]
 
 
 def launches() -> list[tuple[triton.JITFunction, dict[str, object], list[Budget]]]:
     """Kernels with their constants, and what full tiles may move."""
     choices = (False, True)
     block = {"BLOCK": backend.BLOCK}
+    alike = {"LIVE": True, "RANDOM": False, **block}
     close = {"CLIP": True, "BLOCK": backend.SUM_BLOCK}
-    with_max = {"KINDS": (kind((SINGLE,) * 3), kind((SINGLE,) * 4)), "LIVE": True, "ZERO": True, **block}
+    with_max = {"KINDS": (kind((SINGLE,) * 3), kind((SINGLE,) * 4)), "ZERO": True, **alike}
     return [
         *((kernels.fold_tiles, {"LIVE": x, "NORM": y, **block}, list(FOLD)) for x in choices for y in choices),
         (kernels.found_inf_tiles, block, []),

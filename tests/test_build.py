@@ -52,7 +52,7 @@ def arguments(op: str, sizes: tuple[int, ...] = SIZES, seed: int = 0) -> tuple:
     flat = torch.randn(offsets[-1], generator=draw)
     partials = torch.zeros(tiles.shape[0], dtype=torch.float64)
     marks = torch.full((len(sizes),), TOUCHED, dtype=torch.uint8)
-    marks[1::3] = 0
+    marks[1::4] = 0  # with 3 dtypes in turn, some of each remain
     plan, step_plan = (flat, marks, segments, tiles), (flat, marks, None, segments, tiles)
     scalars, steps = torch.tensor([0.3, 0.0, 1.0]), torch.arange(len(sizes)) + 1.0
     groups = torch.arange(len(sizes)) % 2
@@ -62,6 +62,7 @@ def arguments(op: str, sizes: tuple[int, ...] = SIZES, seed: int = 0) -> tuple:
     masters = [t if k % 2 else t[:0] for k, t in enumerate(listed(0, dtypes=(torch.float32,)))]
 
     grads = [*listed(0)[:-1], None]
+    random = torch.arange(len(sizes) + 2) + 2**40
 
     def update(*rows: tuple) -> tuple:
         return (*step_plan, scalars, steps, groups, torch.tensor(rows, dtype=torch.float64), listed(0))
@@ -83,8 +84,8 @@ def arguments(op: str, sizes: tuple[int, ...] = SIZES, seed: int = 0) -> tuple:
         "close_window": lambda: (scalars, steps, marks, None, total, divisor, 0.5, True),
         "rescale": lambda: (*plan, torch.tensor([0.3])),
         "emit": lambda: (*step_plan, scalars, listed(1)),
-        "adam": lambda: (*update(adamw, adam), listed(1), squares(2), squares(0), masters, True),
-        "sgd": lambda: (*update(nesterov, plain), listed(1), masters, False),
+        "adam": lambda: (*update(adamw, adam), listed(1), squares(2), squares(0), masters, random, True),
+        "sgd": lambda: (*update(nesterov, plain), listed(1), masters, random, False),
     }[op]()
 
 

@@ -48,6 +48,7 @@ def arguments(op: str) -> dict[str, object]:
         "scalars": torch.tensor([0.5, 0.0, 1.0]),
         "steps": torch.ones(n),
         "groups": torch.zeros(n, dtype=torch.int64),
+        "random": torch.arange(n + 2),
         "hyper": torch.full((1, 8 if op == "adam" else 6), 0.5, dtype=torch.float64),
     }
     names = [name for name in inspect.signature(getattr(Backend, op)).parameters if name != "self"]
@@ -146,7 +147,7 @@ FIXED = (
 
 @pytest.mark.parametrize(
     ("op", "name"),
-    [(op, name) for op in OPERATORS for name in arguments(op) if name in (*FIXED, "groups", "hyper")],
+    [(op, name) for op in OPERATORS for name in arguments(op) if name in (*FIXED, "groups", "hyper", "random")],
 )
 def test_a_bad_fixed_argument(backend, op, name):
     """Another dtype, another shape, not contiguous, each by itself."""

@@ -72,9 +72,12 @@ def test_nothing_spills(kernels):
 
 
 def test_registers_leave_room_for_enough_loads(kernels):
-    """Of 65,536 registers, 64 for each of 256 threads are four blocks, 80 are three."""
+    """Of 65,536 registers, 64 for each of 256 threads are four blocks, 80 are three, up to 128 two.
+
+    Random rounding takes more where a kernel has code for several mixtures of dtypes.
+    """
     for kernel, _ in kernels:
-        bound = 80 if base(kernel) == "adam_tiles" else 64
+        bound = 64 if base(kernel) != "adam_tiles" else 96 if "RANDOM=True" in kernel.name else 80
         assert kernel.registers <= bound, kernel
 
 
@@ -128,8 +131,8 @@ def calls_of_every_operator(buffer: Buffer) -> dict:
         "close_window": lambda: backend.close_window(scalars, steps, buffer.marks, None, divisor, divisor, 1.0, False),
         "rescale": lambda: backend.rescale(*buffer.plan(), one),
         "emit": lambda: backend.emit(*buffer.step_plan(), scalars, [ones]),
-        "adam": lambda: backend.adam(*update, hyper, [ones], [ones.clone()], [ones.clone()], [], [], False),
-        "sgd": lambda: backend.sgd(*update, hyper[:, :6].contiguous(), [ones], [], [], True),
+        "adam": lambda: backend.adam(*update, hyper, [ones], [ones.clone()], [ones.clone()], [], [], None, False),
+        "sgd": lambda: backend.sgd(*update, hyper[:, :6].contiguous(), [ones], [], [], None, True),
     }
 
 

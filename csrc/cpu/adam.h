@@ -3,6 +3,7 @@
 
 #include "../rules.h"
 #include "kernels.h"
+#include "random.h"
 #include "vec.h"
 
 namespace fusedaccum::FUSEDACCUM_ISA {
@@ -14,6 +15,8 @@ FUSEDACCUM_KERNEL void adam(const AdamRun& run_in, const Tile* tile, int64_t cou
   for (int64_t t = 0; t < count; ++t) {
     float* flat = run.flat + tile[t].flat_start;
     const int64_t start = tile[t].start;
+    RandomBits random;
+    if (run.rounding.stochastic) random.fill(run.rounding.noise, tile[t]);
     each_pack(tile[t].count, [&](int64_t i, auto extent) {
       const int64_t j = start + i;
       AdamState<Vec> s;
@@ -22,7 +25,7 @@ FUSEDACCUM_KERNEL void adam(const AdamRun& run_in, const Tile* tile, int64_t cou
       s.v = load(run.exp_avg_sq, j, extent);
       if (run.factors.amsgrad) s.v_max = load(run.max_exp_avg_sq, j, extent);
       adam(run.factors, load(flat + i, extent), s);
-      store(run.param, j, s.p, extent);
+      store(run.param, j, run.rounding.stochastic ? random.round(s.p, i) : s.p, extent);
       store(run.exp_avg, j, s.m, extent);
       store(run.exp_avg_sq, j, s.v, extent);
       if (run.factors.amsgrad) store(run.max_exp_avg_sq, j, s.v_max, extent);

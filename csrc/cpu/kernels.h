@@ -18,11 +18,18 @@ struct FoldRun {
   bool stream;  // flat's base allows non-temporal stores, and there is enough to write for them to pay
 };
 
+// How a parameter is rounded: to nearest, or stochastically.
+struct Rounding {
+  bool stochastic;
+  Noise noise;
+};
+
 struct AdamRun {
   float* flat;
   Elements param, exp_avg, exp_avg_sq, max_exp_avg_sq;
   float* master;
   AdamFactors factors;
+  Rounding rounding;
   bool zero;  // store zeros to flat in the same pass
 };
 
@@ -31,6 +38,7 @@ struct SgdRun {
   Elements param, momentum_buffer;
   float* master;
   SgdFactors factors;
+  Rounding rounding;
   bool zero;
 };
 

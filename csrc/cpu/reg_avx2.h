@@ -1,6 +1,7 @@
 // One AVX2 register of floats (with FMA and F16C): what vec.h needs of it.
 #pragma once
 
+#include "../rules.h"
 #include "../tiles.h"
 
 namespace fusedaccum::FUSEDACCUM_ISA {
@@ -35,6 +36,16 @@ inline void store(BFloat16* p, Reg a) {
   const __m256i chosen = _mm256_blendv_epi8(upper, _mm256_set1_epi32(0x7fc0), nan);
   const __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(chosen), _mm256_extracti128_si256(chosen, 1));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), packed);
+}
+
+// The 16 random bits of element i and of those after it are the halves of words, the lower one first.
+inline Reg rounded_stochastically(Reg a, const uint32_t* words, int64_t i) {
+  const __m256i bits = _mm256_castps_si256(a);
+  const __m256i random = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(words + i / 2)));
+  const __m256i magnitude = _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff));
+  const __m256i small = _mm256_cmpgt_epi32(_mm256_set1_epi32(kLargestBFloat16), magnitude);
+  const __m256i cut = _mm256_and_si256(_mm256_add_epi32(bits, random), _mm256_set1_epi32(0xffff0000));
+  return _mm256_castsi256_ps(_mm256_blendv_epi8(bits, cut, small));
 }
 
 inline Reg load(const Float16* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }

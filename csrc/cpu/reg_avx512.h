@@ -1,6 +1,7 @@
 // One AVX-512 register of floats: what vec.h needs of it.
 #pragma once
 
+#include "../rules.h"
 #include "../tiles.h"
 
 namespace fusedaccum::FUSEDACCUM_ISA {
@@ -36,6 +37,16 @@ inline void store(BFloat16* p, Reg a) {
   const __mmask16 number = _mm512_cmp_ps_mask(a, a, _CMP_ORD_Q);
   const __m512i upper = _mm512_mask_srli_epi32(_mm512_set1_epi32(0x7fc0), number, rounded, 16);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(upper));
+}
+
+// The 16 random bits of element i and of those after it are the halves of words, the lower one first.
+inline Reg rounded_stochastically(Reg a, const uint32_t* words, int64_t i) {
+  const __m512i bits = _mm512_castps_si512(a);
+  const __m512i random = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(words + i / 2)));
+  const __m512i magnitude = _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff));
+  const __mmask16 small = _mm512_cmplt_epi32_mask(magnitude, _mm512_set1_epi32(kLargestBFloat16));
+  const __m512i sum = _mm512_add_epi32(bits, random);
+  return _mm512_castsi512_ps(_mm512_mask_and_epi32(bits, small, sum, _mm512_set1_epi32(0xffff0000)));
 }
 
 inline Reg load(const Float16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }

@@ -25,6 +25,11 @@ inline Reg load(const Float16* p) { return to_float(*p); }
 inline void store(BFloat16* p, Reg a) { *p = to_bfloat16(a); }
 inline void store(Float16* p, Reg a) { *p = to_float16(a); }
 
+// The 16 random bits of element i are the lower half of a word where i is even, else the upper one.
+inline Reg rounded_stochastically(Reg a, const uint32_t* words, int64_t i) {
+  return float_of(rounded_stochastically(bits_of(a), words[i / 2] >> i % 2 * 16 & 0xffff));
+}
+
 // A sum of squares in float64. The square of a float is exact there, so it needs no fused multiply-add.
 struct RegSquares {
   double sum = 0;

@@ -7,7 +7,7 @@ namespace {
 
 enum { kParam, kExpAvg, kExpAvgSq, kMaxExpAvgSq, kMaster };
 
-template <class Param, class Moment, class Max, class Master, bool kZero>
+template <class Param, class Moment, class Max, class Master, class Rounding, bool kZero>
 struct Adam {
   using Flat = Stream<float, kStepWidth>;
   const AdamFactors& factors;
@@ -16,6 +16,7 @@ struct Adam {
   Moment exp_avg, exp_avg_sq;
   Max max_exp_avg_sq;
   Master master;
+  Rounding rounding;
   typename Flat::Raw g[kUnroll] = {};
   typename Param::Raw p[kUnroll] = {};
   typename Moment::Raw m[kUnroll] = {}, v[kUnroll] = {};
@@ -34,8 +35,9 @@ struct Adam {
 
   template <class Extent>
   FUSEDACCUM_DEVICE void use(int u, int64_t i, Extent extent) {
+    const auto bits = rounding.bits(i);
 #pragma unroll
-    for (int j = 0; j < kStepWidth; ++j) update(u, j);
+    for (int j = 0; j < kStepWidth; ++j) update(u, j, bits);
     param.write(p[u], i, extent);
     exp_avg.write(m[u], i, extent);
     exp_avg_sq.write(v[u], i, extent);
@@ -44,14 +46,14 @@ struct Adam {
     if (kZero) flat.write(typename Flat::Raw{}, i, extent);
   }
 
-  FUSEDACCUM_DEVICE void update(int u, int j) {
+  FUSEDACCUM_DEVICE void update(int u, int j, const typename Rounding::Bits& bits) {
     AdamState<Lane> s;
     s.p = Lane(Master::kPresent ? Master::get(w[u], j) : Param::get(p[u], j));
     s.m = Lane(Moment::get(m[u], j));
     s.v = Lane(Moment::get(v[u], j));
     s.v_max = Lane(Max::get(v_max[u], j));
     adam(factors, Lane(Flat::get(g[u], j)), s);
-    Param::set(p[u], j, s.p.x);
+    Param::set(p[u], j, rounding.round(s.p.x, bits, j));
     Moment::set(m[u], j, s.m.x);
     Moment::set(v[u], j, s.v.x);
     Max::set(v_max[u], j, s.v_max.x);
@@ -86,60 +88,63 @@ struct AdamTile : Kinds {
   const Tile& tile;
   float* flat;
   const AdamFactors& factors;
+  const Noise& noise;
 };
 
-template <bool kZero, class Param, class Moment, class Max, class Master>
+template <bool kZero, bool kRandom, class Param, class Moment, class Max, class Master>
 FUSEDACCUM_DEVICE void adam_tile(const AdamTile& t, Param param, Moment exp_avg, Moment exp_avg_sq, Max max_exp_avg_sq,
                                  Master master) {
-  Adam<Param, Moment, Max, Master, kZero> work{t.factors, {t.flat}, param, exp_avg, exp_avg_sq, max_exp_avg_sq, master};
+  const auto rounding = rounding_of<kRandom>(t.noise, t.tile, param, master);
+  Adam<Param, Moment, Max, Master, std::decay_t<decltype(rounding)>, kZero> work{
+      t.factors, {t.flat}, param, exp_avg, exp_avg_sq, max_exp_avg_sq, master, rounding};
   const bool aligned = param.aligned() && exp_avg.aligned() && exp_avg_sq.aligned() && max_exp_avg_sq.aligned();
   each_pack<kStepWidth>(t.tile.count, aligned && master.aligned(), work);
 }
 
-template <bool kZero, class P, class M, class Master>
+template <bool kZero, bool kRandom, class P, class M, class Master>
 FUSEDACCUM_DEVICE void adam_tile_of(const AdamTile& t, Master master) {
-  adam_tile<kZero>(t, stream_of<P>(t.param, t.tile), stream_of<M>(t.exp_avg, t.tile),
-                   stream_of<M>(t.exp_avg_sq, t.tile), None{}, master);
+  adam_tile<kZero, kRandom>(t, stream_of<P>(t.param, t.tile), stream_of<M>(t.exp_avg, t.tile),
+                            stream_of<M>(t.exp_avg_sq, t.tile), None{}, master);
 }
 
-template <bool kZero, class P, class M>
+template <bool kZero, bool kRandom, class P, class M>
 FUSEDACCUM_DEVICE void adam_tile_with_or_without_master(const AdamTile& t) {
-  t.master.absent() ? adam_tile_of<kZero, P, M>(t, None{})
-                    : adam_tile_of<kZero, P, M>(t, stream_of<float>(t.master, t.tile));
+  t.master.absent() ? adam_tile_of<kZero, kRandom, P, M>(t, None{})
+                    : adam_tile_of<kZero, kRandom, P, M>(t, stream_of<float>(t.master, t.tile));
 }
 
 // Any mixture of dtypes, with or without v_max and master.
-template <bool kZero>
+template <bool kZero, bool kRandom>
 FUSEDACCUM_DEVICE void adam_tile_of_any_kind(const AdamTile& t) {
   const auto any = [&](Entry entry) { return AnyStream<kStepWidth>{entry, t.tile.start}; };
   const auto param = any(t.param), exp_avg = any(t.exp_avg), exp_avg_sq = any(t.exp_avg_sq);
   const auto max_exp_avg_sq = any(t.max_exp_avg_sq), master = any(t.master);
-  t.master.absent() ? adam_tile<kZero>(t, param, exp_avg, exp_avg_sq, max_exp_avg_sq, None{})
-                    : adam_tile<kZero>(t, param, exp_avg, exp_avg_sq, max_exp_avg_sq, master);
+  t.master.absent() ? adam_tile<kZero, kRandom>(t, param, exp_avg, exp_avg_sq, max_exp_avg_sq, None{})
+                    : adam_tile<kZero, kRandom>(t, param, exp_avg, exp_avg_sq, max_exp_avg_sq, master);
 }
 
-template <bool kZero, bool kAny>
+template <bool kZero, bool kRandom, bool kAny>
 FUSEDACCUM_DEVICE void adam_tile_by_dtype(const AdamTile& t) {
   switch (t.mix()) {
     case Mix::kSingle:
-      return adam_tile_of<kZero, float, float>(t, None{});
+      return adam_tile_of<kZero, kRandom, float, float>(t, None{});
     case Mix::kSingleLow:
-      return adam_tile_of<kZero, float, BFloat16>(t, None{});
+      return adam_tile_of<kZero, kRandom, float, BFloat16>(t, None{});
     case Mix::kBFloat16Single:
-      return adam_tile_with_or_without_master<kZero, BFloat16, float>(t);
+      return adam_tile_with_or_without_master<kZero, kRandom, BFloat16, float>(t);
     case Mix::kBFloat16:
-      return adam_tile_with_or_without_master<kZero, BFloat16, BFloat16>(t);
+      return adam_tile_with_or_without_master<kZero, kRandom, BFloat16, BFloat16>(t);
     case Mix::kFloat16Single:
-      return adam_tile_with_or_without_master<kZero, Float16, float>(t);
+      return adam_tile_with_or_without_master<kZero, kRandom, Float16, float>(t);
     case Mix::kFloat16:
-      return adam_tile_of<kZero, Float16, Float16>(t, None{});
+      return adam_tile_of<kZero, kRandom, Float16, Float16>(t, None{});
     default:
-      if constexpr (kAny) adam_tile_of_any_kind<kZero>(t);
+      if constexpr (kAny) adam_tile_of_any_kind<kZero, kRandom>(t);
   }
 }
 
 // Three blocks a multiprocessor hold more loads in flight than it takes to fill its share of the bandwidth.
-template <int kBytes, bool kZero, bool kAny>
+template <int kBytes, bool kZero, bool kRandom, bool kAny>
 __global__ void __launch_bounds__(kThreads, kAny ? 2 : 3)
     adam_kernel(const StepCall call, const Table<Entry, kBytes> __grid_constant__ table) {
   const Tile tile = call.tiles[blockIdx.x];
@@ -147,22 +152,25 @@ __global__ void __launch_bounds__(kThreads, kAny ? 2 : 3)
   if (!is_updated<kZero>(call, tile, entry[kParam])) return;
   float* flat = call.flat + tile.flat_start;
   const Update& update = call.update;
-  const AdamFactors& factors = shared_factors<AdamFactors>([&] {
+  const auto& common = shared_by_threads<kRandom, AdamFactors>(update, tile, [&] {
     const double* row = update.hyper + update.groups[tile.segment] * kAdamColumns;
     AdamFactors made = adam_factors(row, update.steps[tile.segment], update.scalars[0]);
     made.amsgrad = made.amsgrad && !entry[kMaxExpAvgSq].absent();
     return made;
   });
   // Without amsgrad v_max is neither read nor written, though there may be one from before.
-  const Entry v_max = factors.amsgrad ? entry[kMaxExpAvgSq] : Entry{0};
-  adam_tile_by_dtype<kZero, kAny>(
-      {{entry[kParam], entry[kExpAvg], entry[kExpAvgSq], v_max, entry[kMaster]}, tile, flat, factors});
+  const Entry v_max = common.factors.amsgrad ? entry[kMaxExpAvgSq] : Entry{0};
+  adam_tile_by_dtype<kZero, kRandom, kAny>({{entry[kParam], entry[kExpAvg], entry[kExpAvgSq], v_max, entry[kMaster]},
+                                            tile,
+                                            flat,
+                                            common.factors,
+                                            common.noise});
 }
 
-template <int kBytes>
+template <int kBytes, bool kRandom>
 auto* choose_kernel(bool zero, bool any) {
-  if (any) return zero ? adam_kernel<kBytes, true, true> : adam_kernel<kBytes, false, true>;
-  return zero ? adam_kernel<kBytes, true, false> : adam_kernel<kBytes, false, false>;
+  if (any) return zero ? adam_kernel<kBytes, true, kRandom, true> : adam_kernel<kBytes, false, kRandom, true>;
+  return zero ? adam_kernel<kBytes, true, kRandom, false> : adam_kernel<kBytes, false, kRandom, false>;
 }
 
 }  // namespace
@@ -176,7 +184,9 @@ void adam(const Device& device, const Buffer& buffer, const Update& update, cons
       any |= touched(buffer, k) &&
              Kinds{of(kParam), of(kExpAvg), of(kExpAvgSq), of(kMaxExpAvgSq), of(kMaster)}.mix() == Mix::kAny;
     }
-    auto* kernel = choose_kernel<kSizeOf<decltype(table)>>(update.zero, any);
+    constexpr int kBytes = kSizeOf<decltype(table)>;
+    auto* kernel =
+        update.random ? choose_kernel<kBytes, true>(update.zero, any) : choose_kernel<kBytes, false>(update.zero, any);
     FUSEDACCUM_LAUNCH(kernel, part.tile_count, kThreads, device.stream, call, table);
   });
 }

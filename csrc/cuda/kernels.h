@@ -33,7 +33,8 @@ struct Update {
   const float* steps;
   const int64_t* groups;
   const double* hyper;
-  bool zero;  // store zeros to flat in the same pass
+  const int64_t* random;  // null to round to nearest
+  bool zero;              // store zeros to flat in the same pass
 };
 
 // Whether this device and driver take long argument lists.

@@ -111,16 +111,18 @@ void emit(Tensor flat, Tensor marks, const OptionalTensor& live, Tensor segments
 }
 
 cuda::Update update_of(const CudaCall& call, const Tensor& scalars, const Tensor& steps, const Tensor& groups,
-                       const Tensor& hyper, int64_t columns, bool zero) {
+                       const Tensor& hyper, int64_t columns, const OptionalTensor& random, bool zero) {
   call.check_update(scalars, steps, groups, hyper, columns);
-  return {data<float>(scalars), data<float>(steps), data<int64_t>(groups), data<double>(hyper), zero};
+  const int64_t* noise = call.check_random(random);
+  return {data<float>(scalars), data<float>(steps), data<int64_t>(groups), data<double>(hyper), noise, zero};
 }
 
 void adam(Tensor flat, Tensor marks, const OptionalTensor& live, Tensor segments, Tensor tiles, Tensor scalars,
           Tensor steps, Tensor groups, Tensor hyper, const Tensors& params, const Tensors& exp_avgs,
-          const Tensors& exp_avg_sqs, const Tensors& max_exp_avg_sqs, const Tensors& masters, bool zero) {
+          const Tensors& exp_avg_sqs, const Tensors& max_exp_avg_sqs, const Tensors& masters,
+          const OptionalTensor& random, bool zero) {
   const CudaCall call("adam", flat, marks, live, segments, tiles);
-  const cuda::Update update = update_of(call, scalars, steps, groups, hyper, kAdamColumns, zero);
+  const cuda::Update update = update_of(call, scalars, steps, groups, hyper, kAdamColumns, random, zero);
   const auto [p, m, v, v_max, master] = call.adam_lists(params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters);
 
   const OnDeviceOf on(flat);
@@ -130,9 +132,9 @@ void adam(Tensor flat, Tensor marks, const OptionalTensor& live, Tensor segments
 
 void sgd(Tensor flat, Tensor marks, const OptionalTensor& live, Tensor segments, Tensor tiles, Tensor scalars,
          Tensor steps, Tensor groups, Tensor hyper, const Tensors& params, const Tensors& momentum_buffers,
-         const Tensors& masters, bool zero) {
+         const Tensors& masters, const OptionalTensor& random, bool zero) {
   const CudaCall call("sgd", flat, marks, live, segments, tiles);
-  const cuda::Update update = update_of(call, scalars, steps, groups, hyper, kSgdColumns, zero);
+  const cuda::Update update = update_of(call, scalars, steps, groups, hyper, kSgdColumns, random, zero);
   const auto [p, b, master] = call.sgd_lists(params, momentum_buffers, masters);
 
   const OnDeviceOf on(flat);

@@ -41,7 +41,9 @@ FUSEDACCUM_HD Lane sqrt(Lane a) { return Lane(::sqrtf(a.x)); }
 FUSEDACCUM_HD Lane maximum(Lane a, Lane b) { return a.x > b.x || a.x != a.x ? a : b; }
 
 #if defined(__CUDACC__)
-FUSEDACCUM_DEVICE float to_float(BFloat16 x) { return __uint_as_float(uint32_t(x.bits) << 16); }
+FUSEDACCUM_DEVICE uint32_t bits_of(float x) { return __float_as_uint(x); }
+FUSEDACCUM_DEVICE float float_of(uint32_t bits) { return __uint_as_float(bits); }
+FUSEDACCUM_DEVICE float to_float(BFloat16 x) { return float_of(uint32_t(x.bits) << 16); }
 FUSEDACCUM_DEVICE float to_float(Float16 x) { return __half2float(__ushort_as_half(x.bits)); }
 FUSEDACCUM_DEVICE BFloat16 to_bfloat16(float x) { return {__bfloat16_as_ushort(__float2bfloat16_rn(x))}; }
 FUSEDACCUM_DEVICE Float16 to_float16(float x) { return {__half_as_ushort(__float2half_rn(x))}; }
@@ -122,6 +124,7 @@ struct Stream {
   T* p;
 
   FUSEDACCUM_DEVICE bool aligned() const { return is_aligned<typename Vector<sizeof(Raw)>::Type>(p); }
+  FUSEDACCUM_DEVICE bool is_bfloat16() const { return std::is_same_v<T, BFloat16>; }
   template <class Extent>
   FUSEDACCUM_DEVICE void read(Raw& raw, int64_t i, Extent extent) const {
     load(raw, p + i, extent);
@@ -158,6 +161,7 @@ struct AnyStream {
   int64_t start;
 
   FUSEDACCUM_DEVICE bool aligned() const { return false; }
+  FUSEDACCUM_DEVICE bool is_bfloat16() const { return entry.dtype() == DType::kBFloat16; }
   template <class Extent>
   FUSEDACCUM_DEVICE void read(Raw& raw, int64_t i, Extent extent) const {
     if (entry.absent()) return;

@@ -40,13 +40,64 @@ struct Entries {
   }
 };
 
+// How a pack of a parameter is rounded before it is stored. Here not at all: to nearest is how every store rounds.
+struct Nearest {
+  struct Bits {};
+
+  FUSEDACCUM_DEVICE Bits bits(int64_t) const { return {}; }
+  FUSEDACCUM_DEVICE float round(float x, Bits, int) const { return x; }
+};
+
+// Stochastically where the parameter is bfloat16. start: of the tile in its segment.
+struct Stochastic {
+  struct Bits {
+    uint32_t word[kStepWidth / 2];
+  };
+  const Noise& noise;
+  int64_t start;
+  bool bfloat16;
+
+  // A pack is half of a block.
+  FUSEDACCUM_DEVICE Bits bits(int64_t i) const {
+    // Read anew for each pack: the keys of all rounds, kept from one pack to the next, would not fit into the
+    // registers.
+    const volatile uint64_t& seed = noise.seed;
+    const Philox block = random_block({seed, noise.stream, noise.update}, start + i);
+    const bool upper = i & kStepWidth;
+    return {{block.word[upper ? 2 : 0], block.word[upper ? 3 : 1]}};
+  }
+  FUSEDACCUM_DEVICE float round(float x, const Bits& bits, int j) const {
+    return bfloat16 ? float_of(rounded_stochastically(bits_of(x), bits.word[j / 2] >> j % 2 * 16 & 0xffff)) : x;
+  }
+};
+
+// kRandom: whether the launch rounds stochastically; parameters with a master are rounded to nearest all the same.
+template <bool kRandom, class Param, class Master>
+FUSEDACCUM_DEVICE auto rounding_of(const Noise& noise, const Tile& tile, const Param& param, const Master&) {
+  if constexpr (kRandom && !Master::kPresent)
+    return Stochastic{noise, tile.start, param.is_bfloat16()};
+  else
+    return Nearest{};
+}
+
+// What a tile's elements have in common. In shared memory, which takes fewer registers than a copy in each thread.
+template <class Factors>
+struct Common {
+  Factors factors;
+  Noise noise;
+};
+
 // Made by one thread and read by all: it takes float64 roots and powers.
-template <class Factors, class Make>
-FUSEDACCUM_DEVICE const Factors& shared_factors(const Make& make) {
-  __shared__ Factors factors;
-  if (threadIdx.x == 0) factors = make();
+template <bool kRandom, class Factors, class Make>
+FUSEDACCUM_DEVICE const Common<Factors>& shared_by_threads(const Update& update, const Tile& tile, const Make& make) {
+  __shared__ Common<Factors> common;
+  if (threadIdx.x == 0) {
+    common.factors = make();
+    const int64_t* random = update.random;
+    if (kRandom) common.noise = {uint64_t(random[0]), uint32_t(random[2 + tile.segment]), uint32_t(random[1])};
+  }
   __syncthreads();
-  return factors;
+  return common;
 }
 
 struct Zeros {

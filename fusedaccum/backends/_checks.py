@@ -110,12 +110,15 @@ def update(
     groups: Tensor,
     hyper: Tensor,
     columns: tuple[str, ...],
+    random: Tensor | None,
 ) -> None:
     """The arguments that only the update rules have."""
     one(op, "scalars", scalars, torch.float32, (3,), flat.device)
     one(op, "steps", steps, torch.float32, (segments.shape[0],), flat.device)
     one(op, "groups", groups, torch.int64, (segments.shape[0],), flat.device)
     one(op, "hyper", hyper, torch.float64, (hyper.shape[0], len(columns)), flat.device)
+    if random is not None:
+        one(op, "random", random, torch.int64, (segments.shape[0] + 2,), flat.device)
 
 
 def window(

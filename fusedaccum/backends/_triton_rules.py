@@ -10,6 +10,7 @@ import triton.language as tl
 
 from fusedaccum.backends._triton_kernels import (
     ABSENT,
+    BFLOAT16,
     FLOAT32,
     TAIL,
     TAIL_BLOCK,
@@ -73,6 +74,47 @@ def _write(lists, at, left, values, KIND: tl.constexpr, LIST: tl.constexpr, PATH
 
 
 @triton.jit
+def _random_bits(noise, first, BLOCK: tl.constexpr):
+    """16 random bits for each of BLOCK elements of a segment from `first` on, a multiple of 4.
+
+    A lane makes those of 4 neighbours, which in full tiles are what its thread has of every stream, so that none are
+    exchanged; it takes the half of a block of Philox that belongs to them. noise: pointers to (seed, stream, number of
+    the update), which are read here: the keys of all rounds, kept from one call to the next, would take more registers
+    than there are.
+    """
+    pack = first // 4 + tl.arange(0, BLOCK // 4)
+    low, high = (pack >> 1).to(tl.uint32), (pack >> 33).to(tl.uint32)
+    seed, stream, update = tl.load(noise[0]), tl.load(noise[1]), tl.load(noise[2])
+    a, b, c, d = tl.philox(seed, low, high, stream.to(tl.uint32), update.to(tl.uint32))
+    upper = pack % 2 == 1
+    words = tl.join(tl.where(upper, c, a), tl.where(upper, d, b))
+    return tl.reshape(tl.join(words & 0xFFFF, words >> 16), (BLOCK,))
+
+
+@triton.jit
+def _write_param(
+    lists,
+    at,
+    left,
+    p,
+    noise,
+    KIND: tl.constexpr,
+    HAS_MASTER: tl.constexpr,
+    RANDOM: tl.constexpr,
+    PATH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Store the parameter: rounded stochastically where RANDOM says so, it is bfloat16 and has no master."""
+    if RANDOM and not HAS_MASTER and _code(KIND, 0) == BFLOAT16:
+        bits = p.to(tl.uint32, bitcast=True)
+        # Not from the largest finite bfloat16 on, which must not become infinite by chance: `store_block` rounds those.
+        small = (bits & 0x7FFFFFFF) < 0x7F7F0000
+        cut = (bits + _random_bits(noise, at, BLOCK)) & 0xFFFF0000
+        p = tl.where(small, cut, bits).to(tl.float32, bitcast=True)
+    _write(lists, at, left, p, KIND, 0, PATH, BLOCK)
+
+
+@triton.jit
 def _zero(place, left, PATH: tl.constexpr, BLOCK: tl.constexpr):
     store_block(place, left, tl.zeros((BLOCK,), tl.float32), FLOAT32, PATH, BLOCK)
 
@@ -92,11 +134,12 @@ def _by_kind(
     row,
     step,
     lists,
-    first,
-    start,
+    place,
     count,
+    noise,
     kind,
     KINDS: tl.constexpr,
+    RANDOM: tl.constexpr,
     ZERO: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -104,9 +147,9 @@ def _by_kind(
     for k in tl.static_range(len(KINDS)):
         if kind == KINDS[k]:
             if (count == TILE) & _are_aligned(lists, KINDS[k]):
-                RULE(flat, scalars, row, step, lists, first, start, TILE, KINDS[k], ZERO, WHOLE, BLOCK)
+                RULE(flat, scalars, row, step, lists, place, TILE, noise, KINDS[k], RANDOM, ZERO, WHOLE, BLOCK)
             else:
-                RULE(flat, scalars, row, step, lists, first, start, count, KINDS[k], ZERO, TAIL, TAIL_BLOCK)
+                RULE(flat, scalars, row, step, lists, place, count, noise, KINDS[k], RANDOM, ZERO, TAIL, TAIL_BLOCK)
 
 
 @triton.jit(do_not_specialize=["segment_count"])
@@ -118,10 +161,12 @@ def adam_tiles(
     steps,
     groups,
     hyper,
+    random,
     table,
     segment_count,
     KINDS: tl.constexpr,
     LIVE: tl.constexpr,
+    RANDOM: tl.constexpr,
     ZERO: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -136,9 +181,10 @@ def adam_tiles(
             params, exp_avgs = tl.load(entry + segment_count), tl.load(entry + 2 * segment_count)
             exp_avg_sqs, v_maxes = tl.load(entry + 3 * segment_count), tl.load(entry + 4 * segment_count)
             lists = (params, exp_avgs, exp_avg_sqs, v_maxes, tl.load(entry + 5 * segment_count))
+            place, noise = (first, start), (random, random + 2 + segment, random + 1)
             # Without amsgrad v_max is neither read nor written, though there may be one from before.
             kind = tl.where(tl.load(row + 6) != 0, word >> 1, (word >> 1) & ~(3 << 6))
-            _by_kind(_adam_tile, flat, scalars, row, step, lists, first, start, count, kind, KINDS, ZERO, BLOCK)
+            _by_kind(_adam_tile, flat, scalars, row, step, lists, place, count, noise, kind, KINDS, RANDOM, ZERO, BLOCK)
         elif ZERO:
             _zero_tile(flat, start, count)
 
@@ -150,15 +196,17 @@ def _adam_tile(
     row,
     step,
     lists,
-    first,
-    start,
+    place,
     count,
+    noise,
     KIND: tl.constexpr,
+    RANDOM: tl.constexpr,
     ZERO: tl.constexpr,
     PATH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """`row` points at the group's hyper-parameters, in the order of ops.ADAM_COLUMNS."""
+    first, start = place
     HAS_MAX: tl.constexpr = _code(KIND, 3) != ABSENT
     HAS_MASTER: tl.constexpr = _code(KIND, 4) != ABSENT
     lr, beta1, beta2, eps = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
@@ -187,7 +235,7 @@ def _adam_tile(
             v_hat = tl.maximum(v_max, v, propagate_nan=tl.PropagateNan.ALL)
             _write(lists, at, left, v_hat, KIND, 3, PATH, BLOCK)
         p = tl.fma(-step_size, tl.div_rn(m, tl.sqrt_rn(v_hat) + rooted_eps), p)
-        _write(lists, at, left, p, KIND, 0, PATH, BLOCK)
+        _write_param(lists, at, left, p, noise, KIND, HAS_MASTER, RANDOM, PATH, BLOCK)
         _write(lists, at, left, m, KIND, 1, PATH, BLOCK)
         _write(lists, at, left, v, KIND, 2, PATH, BLOCK)
         if HAS_MASTER:
@@ -207,10 +255,12 @@ def sgd_tiles(
     steps,
     groups,
     hyper,
+    random,
     table,
     segment_count,
     KINDS: tl.constexpr,
     LIVE: tl.constexpr,
+    RANDOM: tl.constexpr,
     ZERO: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -224,9 +274,10 @@ def sgd_tiles(
             step = tl.load(steps + segment)
             params, buffers = tl.load(entry + segment_count), tl.load(entry + 2 * segment_count)
             lists = (params, buffers, tl.load(entry + 3 * segment_count))
+            place, noise = (first, start), (random, random + 2 + segment, random + 1)
             # Without momentum its buffer is neither read nor written, though there may be one from before.
             kind = tl.where(tl.load(row + 1) != 0, word >> 1, (word >> 1) & ~(3 << 2))
-            _by_kind(_sgd_tile, flat, scalars, row, step, lists, first, start, count, kind, KINDS, ZERO, BLOCK)
+            _by_kind(_sgd_tile, flat, scalars, row, step, lists, place, count, noise, kind, KINDS, RANDOM, ZERO, BLOCK)
         elif ZERO:
             _zero_tile(flat, start, count)
 
@@ -238,15 +289,17 @@ def _sgd_tile(
     row,
     step,
     lists,
-    first,
-    start,
+    place,
     count,
+    noise,
     KIND: tl.constexpr,
+    RANDOM: tl.constexpr,
     ZERO: tl.constexpr,
     PATH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """`row` points at the group's hyper-parameters, in the order of ops.SGD_COLUMNS."""
+    first, start = place
     HAS_BUFFER: tl.constexpr = _code(KIND, 1) != ABSENT
     HAS_MASTER: tl.constexpr = _code(KIND, 2) != ABSENT
     lr, momentum, dampening = tl.load(row), tl.load(row + 1).to(tl.float32), tl.load(row + 2)
@@ -266,7 +319,7 @@ def _sgd_tile(
             g = tl.where(nesterov != 0, tl.fma(momentum, b, g), b)
             _write(lists, at, left, b, KIND, 1, PATH, BLOCK)
         p = tl.fma(-lr.to(tl.float32), g, p)
-        _write(lists, at, left, p, KIND, 0, PATH, BLOCK)
+        _write_param(lists, at, left, p, noise, KIND, HAS_MASTER, RANDOM, PATH, BLOCK)
         if HAS_MASTER:
             _write(lists, at, left, p, KIND, 2, PATH, BLOCK)
         if ZERO:

@@ -153,10 +153,11 @@ def adam(
     exp_avg_sqs: Sequence[Tensor],
     max_exp_avg_sqs: Sequence[Tensor],
     masters: Sequence[Tensor],
+    random: Tensor | None,
     zero: bool,
 ) -> None:
     moments = (exp_avgs, exp_avg_sqs, max_exp_avg_sqs)
-    _adam(flat, marks, live, segments, tiles, scalars, steps, groups, hyper, params, *moments, masters, zero)
+    _adam(flat, marks, live, segments, tiles, scalars, steps, groups, hyper, params, *moments, masters, random, zero)
     written = [*params, *exp_avgs, *exp_avg_sqs, *max_exp_avg_sqs, *masters]
     increment_version([flat, *written] if zero else written)
 
@@ -174,10 +175,11 @@ def sgd(
     params: Sequence[Tensor],
     momentum_buffers: Sequence[Tensor],
     masters: Sequence[Tensor],
+    random: Tensor | None,
     zero: bool,
 ) -> None:
     buffers = (momentum_buffers, masters)
-    _sgd(flat, marks, live, segments, tiles, scalars, steps, groups, hyper, params, *buffers, zero)
+    _sgd(flat, marks, live, segments, tiles, scalars, steps, groups, hyper, params, *buffers, random, zero)
     written = [*params, *momentum_buffers, *masters]
     increment_version([flat, *written] if zero else written)
 

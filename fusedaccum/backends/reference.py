@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fusedaccum.backends import _checks as check
+from fusedaccum.backends._reference_random import stochastic
 from fusedaccum.ops import ADAM_COLUMNS, FRESH, SGD_COLUMNS, TOUCHED
 
 
@@ -167,10 +168,11 @@ def adam(
     exp_avg_sqs: Sequence[Tensor],
     max_exp_avg_sqs: Sequence[Tensor],
     masters: Sequence[Tensor],
+    random: Tensor | None,
     zero: bool,
 ) -> None:
     check.plan("adam", flat, marks, segments, tiles, live)
-    check.update("adam", flat, segments, scalars, steps, groups, hyper, ADAM_COLUMNS)
+    check.update("adam", flat, segments, scalars, steps, groups, hyper, ADAM_COLUMNS, random)
     check.listed("adam", "params", params, flat, segments, absent="empty", marks=marks)
     check.listed("adam", "exp_avgs", exp_avgs, flat, segments, absent="empty", marks=marks)
     check.listed("adam", "exp_avg_sqs", exp_avg_sqs, flat, segments, absent="empty", marks=marks)
@@ -193,7 +195,7 @@ def adam(
                 _entry(exp_avg_sqs, k),
                 _entry(max_exp_avg_sqs, k) if option["amsgrad"] and _has(max_exp_avg_sqs, k) else None,
             )
-            _store(params[k], p)
+            _store(params[k], p if _has(masters, k) else _rounded(p, params[k].dtype, random, k))
             _store(exp_avgs[k], m)
             _store(exp_avg_sqs[k], v)
             if v_max is not None:
@@ -239,10 +241,11 @@ def sgd(
     params: Sequence[Tensor],
     momentum_buffers: Sequence[Tensor],
     masters: Sequence[Tensor],
+    random: Tensor | None,
     zero: bool,
 ) -> None:
     check.plan("sgd", flat, marks, segments, tiles, live)
-    check.update("sgd", flat, segments, scalars, steps, groups, hyper, SGD_COLUMNS)
+    check.update("sgd", flat, segments, scalars, steps, groups, hyper, SGD_COLUMNS, random)
     check.listed("sgd", "params", params, flat, segments, absent="empty", marks=marks)
     check.listed("sgd", "momentum_buffers", momentum_buffers, flat, segments, absent="empty")
     check.listed("sgd", "masters", masters, flat, segments, check.SINGLE, absent="empty")
@@ -264,7 +267,7 @@ def sgd(
                 g = fma(momentum, b, g) if option["nesterov"] else b
                 _store(momentum_buffers[k], b)
             p = fma(-option["lr"].float(), g, p)
-            _store(params[k], p)
+            _store(params[k], p if _has(masters, k) else _rounded(p, params[k].dtype, random, k))
             if _has(masters, k):
                 _store(masters[k], p)
         if zero:
@@ -290,8 +293,13 @@ def _entry(tensors: Sequence[Tensor], k: int) -> Tensor:
     return tensors[k].view(-1).float()
 
 
+def _rounded(p: Tensor, dtype: torch.dtype, random: Tensor | None, k: int) -> Tensor:
+    """`p` as a parameter of segment k stores it: rounded stochastically, where that is asked for."""
+    return p if random is None or dtype != torch.bfloat16 else stochastic(p, random, k)
+
+
 def _store(tensor: Tensor, values: Tensor) -> None:
-    """The one rounding: copy_ rounds to nearest even."""
+    """The one rounding, where `values` are not rounded yet: copy_ rounds to nearest even."""
     tensor.view(-1).copy_(values)
 
 

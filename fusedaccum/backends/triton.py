@@ -160,10 +160,11 @@ def adam(
     exp_avg_sqs: Sequence[Tensor],
     max_exp_avg_sqs: Sequence[Tensor],
     masters: Sequence[Tensor],
+    random: Tensor | None,
     zero: bool,
 ) -> None:
     check.plan("adam", flat, marks, segments, tiles, live)
-    check.update("adam", flat, segments, scalars, steps, groups, hyper, ADAM_COLUMNS)
+    check.update("adam", flat, segments, scalars, steps, groups, hyper, ADAM_COLUMNS, random)
     check.listed("adam", "params", params, flat, segments, absent="empty", marks=marks)
     check.listed("adam", "exp_avgs", exp_avgs, flat, segments, absent="empty", marks=marks)
     check.listed("adam", "exp_avg_sqs", exp_avg_sqs, flat, segments, absent="empty", marks=marks)
@@ -171,7 +172,7 @@ def adam(
     check.listed("adam", "masters", masters, flat, segments, check.SINGLE, absent="empty")
 
     lists = [params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters]
-    _step("adam", rules.adam_tiles, flat, marks, live, tiles, scalars, steps, groups, hyper, lists, zero)
+    _step("adam", rules.adam_tiles, flat, marks, live, tiles, scalars, steps, groups, hyper, lists, random, zero)
 
 
 def sgd(
@@ -187,16 +188,17 @@ def sgd(
     params: Sequence[Tensor],
     momentum_buffers: Sequence[Tensor],
     masters: Sequence[Tensor],
+    random: Tensor | None,
     zero: bool,
 ) -> None:
     check.plan("sgd", flat, marks, segments, tiles, live)
-    check.update("sgd", flat, segments, scalars, steps, groups, hyper, SGD_COLUMNS)
+    check.update("sgd", flat, segments, scalars, steps, groups, hyper, SGD_COLUMNS, random)
     check.listed("sgd", "params", params, flat, segments, absent="empty", marks=marks)
     check.listed("sgd", "momentum_buffers", momentum_buffers, flat, segments, absent="empty")
     check.listed("sgd", "masters", masters, flat, segments, check.SINGLE, absent="empty")
 
     lists = [params, momentum_buffers, masters]
-    _step("sgd", rules.sgd_tiles, flat, marks, live, tiles, scalars, steps, groups, hyper, lists, zero)
+    _step("sgd", rules.sgd_tiles, flat, marks, live, tiles, scalars, steps, groups, hyper, lists, random, zero)
 
 
 def _step(
@@ -211,15 +213,18 @@ def _step(
     groups: Tensor,
     hyper: Tensor,
     lists: list[Sequence[Tensor]],
+    random: Tensor | None,
     zero: bool,
 ) -> None:
     words, addresses = _listed(lists, marks)
     table = _to_device(op, words + addresses, flat)
     pointer, has_live = _switch(live, flat)
-    arguments = (flat, pointer, tiles, scalars, steps, groups, hyper, table, len(words))
+    noise, has_noise = _switch(random, flat)
+    arguments = (flat, pointer, tiles, scalars, steps, groups, hyper, noise, table, len(words))
+    constants = {"LIVE": has_live, "RANDOM": has_noise, "ZERO": bool(zero)}
     kinds = _kinds(op, words)
     if kinds:
-        _launch(kernel, tiles.shape[0], *arguments, KINDS=kinds, LIVE=has_live, ZERO=bool(zero), BLOCK=BLOCK)
+        _launch(kernel, tiles.shape[0], *arguments, KINDS=kinds, **constants, BLOCK=BLOCK)
     written = [tensor for tensors in lists for tensor in tensors]
     torch.autograd.graph.increment_version([flat, *written] if zero else written)
 
@@ -235,9 +240,9 @@ def _kinds(op: str, words: list[int]) -> tuple[int, ...]:
     return tuple(sorted(kinds | {kind & ~(3 << 2 * _OPTIONAL[op]) for kind in kinds}))
 
 
-def _switch(live: Tensor | None, other: Tensor) -> tuple[Tensor, bool]:
-    """What a kernel takes as `live`, which it does not look at where there is none, and LIVE."""
-    return (other, False) if live is None else (live, True)
+def _switch(given: Tensor | None, other: Tensor) -> tuple[Tensor, bool]:
+    """What a kernel takes as `live` or `random`, at which it does not look where there is none, and LIVE or RANDOM."""
+    return (other, False) if given is None else (given, True)
 
 
 def _gradients(op: str, grads: Sequence[Tensor | None], marks: Tensor, leader: Tensor) -> Tensor:

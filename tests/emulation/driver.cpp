@@ -203,9 +203,26 @@ void check_emit(Checks& checks, const Device& device, Window& w, Random& random,
   }
 }
 
+// The known answers that the authors of Philox publish with Random123; elements are counted in 64 bits.
+void check_random(Checks& checks) {
+  checks.op = "philox";
+  const auto same = [&](const fusedaccum::Philox& found, const fusedaccum::Philox& right, int64_t which) {
+    for (int w = 0; w < 4; ++w) checks.equal(found.word[w], right.word[w], "word", which, w);
+  };
+  using fusedaccum::host::philox, fusedaccum::host::random_block;
+  const uint32_t ones = 0xffffffff;
+  same(philox({{0, 0, 0, 0}}, 0), {{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}}, 0);
+  same(philox({{ones, ones, ones, ones}}, ~uint64_t(0)), {{0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}}, 1);
+  same(philox({{0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}}, 0x299f31d0a4093822),
+       {{0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}}, 2);
+  const int64_t i = (int64_t(1) << 36) + 13;
+  same(random_block({77, 5, 6}, i), philox({{1, 2, 5, 6}}, 77), 3);
+}
+
 void check_all(Checks& checks, const Device& device, const std::vector<int64_t>& sizes) {
   Random random(7);
   Window folded(sizes), zeros(sizes), w(sizes);
+  check_random(checks);
   check_fold(checks, device, folded, random);
   check_fold_of_nothing(checks, device, zeros, random);
   check_square_total(checks, device, w, random, w.count());
@@ -215,8 +232,10 @@ void check_all(Checks& checks, const Device& device, const std::vector<int64_t>&
   check_rescale(checks, device, w, random);
   for (const bool skip : {false, true}) check_emit(checks, device, w, random, skip);
   for (const bool zero : {false, true}) {
-    for (const bool any_mix : {false, true}) check_adam(checks, device, w, random, any_mix, zero);
-    check_sgd(checks, device, w, random, zero);
+    for (const bool stochastic : {false, true}) {
+      for (const bool any_mix : {false, true}) check_adam(checks, device, w, random, any_mix, zero, stochastic);
+      check_sgd(checks, device, w, random, zero, stochastic);
+    }
     check_skip(checks, device, w, random, zero);
   }
 }
@@ -232,8 +251,8 @@ void check_many(Checks& checks, const Device& device) {
   check_rescale(checks, device, w, random);
   check_found_inf(checks, device, folded, random);
   check_emit(checks, device, w, random, false);
-  check_adam(checks, device, w, random, true, true);
-  check_sgd(checks, device, w, random, false);
+  check_adam(checks, device, w, random, true, true, true);
+  check_sgd(checks, device, w, random, false, true);
 }
 
 bool check(Checks& checks, const Device& device, const std::string& which) {
