@@ -8,26 +8,23 @@ whatever is in it, so that everything of varying shape or presence stands in tup
 from __future__ import annotations
 
 import hashlib
-import math
-import numbers
 import reprlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusedaccum import folding
+from fusedaccum.checkpoint_fields import ABSENT, FIELDS, is_any_of
 from fusedaccum.flat_buffer import in_memory_order
 from fusedaccum.notices import warn
 from fusedaccum.options import NAME, PLAIN, WEIGHTED, parameters
+from fusedaccum.rounding import Rounding
 from fusedaccum.update import FusedUpdate
 from fusedaccum.window import Window
 
 KEY = "fusedaccum"
 VERSION = 1
-MODES = (None, PLAIN, WEIGHTED)
-REDUCTIONS = ("mean", "sum")
 WAY_OUT = (
     f"load an undamaged file, or drop the key {KEY!r} to load the wrapped optimizer's state without the open window"
 )
@@ -42,14 +39,15 @@ def save(window: Window) -> dict[str, Any]:
     """The window under `KEY`. Tensors are live, as in torch: sums are views of the flat buffer, in parameters' shapes.
 
     sums, masters: one entry a parameter, None where there is none: float32, or complex64 sums of complex64 parameters.
-    items: a tuple of one. shapes: of the parameters. unstarted: indices of parameters whose momentum buffer no update
-    has started. state_layout: a digest of which parameters have which state; state_witness: {that digest: True}, empty
-    where there is no state, which `torch.distributed.checkpoint` drops whenever it drops the state.
+    items: a tuple of one. rounding: what `Rounding.save` returns; () where it is to nearest. shapes: of the parameters.
+    unstarted: indices of parameters whose momentum buffer no update has started. state_layout: a digest of which
+    parameters have which state; state_witness: {that digest: True}, empty where there is no state, which
+    `torch.distributed.checkpoint` drops whenever it drops the state.
     """
     folding.follow(window, thorough=True)
     positions = _positions(window)
     _conform_moments(window)
-    pending, kept = window.micro_batches, window.nonfinite.kept
+    pending, kept, rounding = window.micro_batches, window.nonfinite.kept, _rounding(window)
     sums = [_saved_sum(window, p) if pending else None for p in positions.values()]
     masters = [_saved_master(window, p) for p in positions.values()]
     unstarted = _unstarted(window, positions)
@@ -68,6 +66,7 @@ def save(window: Window) -> dict[str, Any]:
         "updates": window.updates,
         "skipped_windows": window.counts.skipped_windows,
         "skipped_micro_batches": window.skipped_micro_batches,
+        "rounding": rounding.save() if rounding is not None else (),
         "sums": tuple(sums),
         "masters": tuple(masters),
         "shapes": tuple(tuple(p.shape) for p in positions.values()),
@@ -75,6 +74,10 @@ def save(window: Window) -> dict[str, Any]:
         "state_layout": layout,
         "state_witness": {layout: True} if layout else {},
     }
+
+
+def _rounding(window: Window) -> Rounding | None:
+    return window.update.rounding if isinstance(window.update, FusedUpdate) else None
 
 
 def _saved_sum(window: Window, p: Tensor) -> Tensor | None:
@@ -143,71 +146,18 @@ def bring_steps_home(state_dict: dict[str, Any]) -> None:
                 state_dict["state"][i] = {**entries, "step": step.cpu()}
 
 
-def _is_count(value: Any, least: int = 0) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= least
-
-
-def _is_kept(value: Any) -> bool:
-    return value is None or (isinstance(value, float) and 0 <= value < math.inf)
-
-
-def _are_items(value: Any) -> bool:
-    if not isinstance(value, tuple) or len(value) != 1:
-        return False
-    (items,) = value
-    if isinstance(items, Tensor):
-        return (
-            items.numel() == 1 and items.dtype == torch.float64 and items.layout == torch.strided and not items.is_meta
-        )
-    return isinstance(items, float) and 0 <= items < math.inf
-
-
-def _is_any_of(value: Any, allowed: tuple[Any, ...]) -> bool:
-    return any(type(value) is type(choice) and value == choice for choice in allowed)
-
-
-def _are_tensors(value: Any) -> bool:
-    return isinstance(value, tuple) and all(
-        t is None or (isinstance(t, Tensor) and t.layout == torch.strided and not t.is_meta) for t in value
-    )
-
-
-# What every field must be: (in words, test).
-FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "steps": ("an int of at least 1, the micro-batches per window", lambda v: _is_count(v, 1)),
-    "length": ("an int of at least 1, the micro-batches of this window", lambda v: _is_count(v, 1)),
-    **{
-        name: ("an int of at least 0", _is_count)
-        for name in ("pending", "updates", "skipped_windows", "skipped_micro_batches")
-    },
-    "reduction": (f"one of {REDUCTIONS}", lambda v: _is_any_of(v, REDUCTIONS)),
-    "mode": (f"one of {MODES}", lambda v: _is_any_of(v, MODES)),
-    "items": ("a tuple of one float of at least 0, or of one float64 tensor of one element", _are_items),
-    "kept": ("None, or a float of at least 0: how many of the micro-batches were folded", _is_kept),
-    "sums": ("a tuple of dense tensors and None", _are_tensors),
-    "masters": ("a tuple of dense tensors and None", _are_tensors),
-    "shapes": (
-        "a tuple of tuples of ints",
-        lambda v: isinstance(v, tuple) and all(isinstance(s, tuple) and all(map(_is_count, s)) for s in v),
-    ),
-    "unstarted": ("a tuple of parameter indices", lambda v: isinstance(v, tuple) and all(map(_is_count, v))),
-    "state_layout": ("a str", lambda v: isinstance(v, str)),
-    "state_witness": ("a dict", lambda v: isinstance(v, dict)),
-}
-
-
 def check(window: Window, saved: Any) -> None:
     """Refuse a saved window that does not fit, before anything is loaded. Raises ValueError."""
-    if not isinstance(saved, dict) or not _is_any_of(saved.get("version"), (VERSION,)):
+    if not isinstance(saved, dict) or not is_any_of(saved.get("version"), (VERSION,)):
         seen = saved.get("version") if isinstance(saved, dict) else type(saved).__name__
         raise ValueError(
             f"{NAME}: state_dict[{KEY!r}] has version {seen!r} and this release reads {VERSION}; {WAY_OUT}"
         )
     for name, (rule, holds) in FIELDS.items():
-        if name not in saved:
+        if name not in saved and name not in ABSENT:
             raise ValueError(f"{NAME}: state_dict[{KEY!r}] lacks {name!r}, which must be {rule}; {WAY_OUT}")
-        if not holds(saved[name]):
-            seen = f"{reprlib.repr(saved[name])}, a {type(saved[name]).__name__},"
+        if not holds(value := saved.get(name, ABSENT.get(name))):
+            seen = f"{reprlib.repr(value)}, a {type(value).__name__},"
             raise ValueError(f"{NAME}: state_dict[{KEY!r}][{name!r}] is {seen} and must be {rule}; {WAY_OUT}")
     _check_counts(window, saved)
     positions = _positions(window)
@@ -310,6 +260,8 @@ def load(window: Window, saved: dict[str, Any] | None, state: dict[Any, Any]) ->
     _own_state(window, state, positions)
     if isinstance(window.update, FusedUpdate):
         window.update.forget_masters()
+        if window.update.rounding is not None:
+            window.update.rounding.load((saved or ABSENT).get("rounding", ()))
         if window.update.state_dtype is not None:
             _restore_moments(window.update, state, positions)
     if saved is None:

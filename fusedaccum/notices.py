@@ -27,11 +27,11 @@ def warn(text: str) -> None:
 
 def warn_low_precision(low: list[Tensor], fused: bool) -> None:
     """Say that `low`, parameters of low precision, lose small updates, and what helps."""
-    needs = "" if fused else " (which needs the fused update: AdamW, Adam or SGD)"
+    needs = "" if fused else " (which need the fused update: AdamW, Adam or SGD)"
     warn(
         f"{NAME}: {len(low)} parameters are {low[0].dtype} and are updated without FP32 masters, which loses "
-        f"most small updates (0.5 - 3e-4 is 0.5 in bfloat16); pass master_weights=True{needs}, or keep the "
-        "parameters in float32"
+        "most small updates (0.5 - 3e-4 is 0.5 in bfloat16); pass master_weights=True, or for bfloat16 "
+        f"rounding='stochastic'{needs}, or keep the parameters in float32"
     )
 
 

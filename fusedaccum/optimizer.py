@@ -15,14 +15,7 @@ from torch.optim import Optimizer
 from fusedaccum import amp, capture, checkpoint, folding, hooks, modes
 from fusedaccum.length import Length, Steps, check_steps
 from fusedaccum.notices import warn_open_window
-from fusedaccum.options import (
-    NAME,
-    check_optimizer,
-    check_options,
-    check_params,
-    one_count,
-    parameters,
-)
+from fusedaccum.options import NAME, check_optimizer, check_options, check_params, one_count, parameters
 from fusedaccum.window import Window
 
 # Which wrapper holds an optimizer: two windows over the same parameters would each see half of the gradients.
@@ -67,12 +60,16 @@ class FusedAccumOptimizer(Optimizer):
     master_weights: FP32 copies of bfloat16 and float16 parameters, which the fused update updates and rounds from. A
         parameter that was changed in between is taken up again; a change through `p.data`, which torch does not count,
         is not seen.
+    rounding: "stochastic" has the fused update round bfloat16 parameters up or down at random and right in the mean, so
+        that small updates are not lost and no masters are needed. Not with float16 parameters or `master_weights`.
+    rounding_seed: of that, 0 to 2**63 - 1. The same seed gives the same bits on every backend and rank; torch's own
+        generators play no part. `load_state_dict` goes on with the saved seed and number of updates; with this seed and
+        from 0 where the dict has none.
     amp_scaling: take scale and overflow flag from a `torch.amp.GradScaler` and unscale in the fold, which nothing waits
         for and which float16 parameters need. A micro-batch that overflowed is left out of the window's mean, as under
         nonfinite="skip_micro", and counts as one of its `steps`; without this option it never reaches `step()`.
     backend: "auto", "compiled", "triton" or "reference".
-    fold, rounding, fold_every, bucket_mb, process_group, wire_dtype, shard: only their defaults
-    are supported.
+    fold, fold_every, bucket_mb, process_group, wire_dtype, shard: only their defaults are supported.
 
     Memory: 4 bytes per parameter that can get a gradient, from the first `step()` on; masters and moments as asked for.
     `param_groups`, `state` and `defaults` are the wrapped optimizer's own objects. Hooks registered here fire once per
@@ -95,6 +92,8 @@ class FusedAccumOptimizer(Optimizer):
         update: str = "auto",
         state_dtype: torch.dtype | None = None,
         master_weights: bool = False,
+        rounding: str = "nearest",
+        rounding_seed: int = 0,
         amp_scaling: bool = False,
         backend: str = "auto",
         **options: Any,
@@ -109,6 +108,8 @@ class FusedAccumOptimizer(Optimizer):
             update=update,
             state_dtype=state_dtype,
             master_weights=master_weights,
+            rounding=rounding,
+            rounding_seed=rounding_seed,
             amp_scaling=amp_scaling,
             backend=backend,
             **options,

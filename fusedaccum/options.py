@@ -22,7 +22,6 @@ NONFINITE = ("propagate", "skip_window", "skip_micro", "raise")
 # Options whose only value in this version is the default: (default, what the others would do).
 NOT_YET = {
     "fold": ("step", "folding gradients as they appear in the backward"),
-    "rounding": ("nearest", "stochastic rounding of bfloat16 parameters"),
     "fold_every": (1, "folding several micro-batches in one pass"),
     "bucket_mb": (25, "the buckets of fold='backward'"),
     "process_group": (None, "reducing the window over ranks"),
@@ -41,6 +40,8 @@ class Options:
     update: str = "auto"
     state_dtype: torch.dtype | None = None
     master_weights: bool = False
+    rounding: str = "nearest"
+    rounding_seed: int = 0
     amp_scaling: bool = False
     backend: str = "auto"
 
@@ -59,6 +60,7 @@ def check_options(**options: Any) -> Options:
     _one_of("reduction", checked.reduction, ("mean", "sum"))
     _one_of("nonfinite", checked.nonfinite, NONFINITE)
     _one_of("update", checked.update, ("auto", "fused", "wrapped"))
+    _one_of("rounding", checked.rounding, ("nearest", "stochastic"))
     _one_of("backend", checked.backend, ("auto", *NAMES))
     _one_of("state_dtype", checked.state_dtype, (None, *FLOAT_DTYPES))
     for name in ("master_weights", "amp_scaling"):
@@ -69,12 +71,26 @@ def check_options(**options: Any) -> Options:
             f"{NAME}: nonfinite='raise' with amp_scaling=True would never raise: a GradScaler leaves out what is not "
             "finite and lowers its scale; use another policy, or amp_scaling=False"
         )
+    _check_rounding(checked)
     if checked.max_norm is not None:
         if isinstance(checked.max_norm, bool) or not isinstance(checked.max_norm, numbers.Real):
             raise TypeError(f"{NAME}: max_norm={checked.max_norm!r} must be a positive number, or None not to clip")
         if not 0 < checked.max_norm <= 1e300 and checked.max_norm != math.inf:
             raise ValueError(f"{NAME}: max_norm={checked.max_norm!r} must be positive and a float, or None not to clip")
     return checked
+
+
+def _check_rounding(checked: Options) -> None:
+    seed, rule = checked.rounding_seed, "rounding_seed must be an int from 0 to 2**63 - 1"
+    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
+        raise TypeError(f"{NAME}: rounding_seed={seed!r} is a {type(seed).__name__}; {rule}")
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"{NAME}: rounding_seed={seed!r}; {rule}")
+    if checked.rounding == "stochastic" and checked.master_weights:
+        raise ValueError(
+            f"{NAME}: rounding='stochastic' with master_weights=True has nothing to do: the FP32 masters keep what "
+            "rounding loses; use one of them"
+        )
 
 
 def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fusedaccum.flat_buffer import FlatBuffer, in_memory_order, to_device
-from fusedaccum.rules import RULES, HyperTable, OptimizerState
+from fusedaccum.options import NAME, Options, parameters
+from fusedaccum.rounding import RandomTable, Rounding, check_rounded
+from fusedaccum.rules import RULES, HyperTable, OptimizerState, why_not_fused
 
 
 def convert_moments(optimizer: Optimizer, param: Tensor, was: torch.dtype) -> None:
@@ -70,11 +74,13 @@ class FusedUpdate:
 
     name = "fused"
 
-    def __init__(self, optimizer: Optimizer, state_dtype: torch.dtype | None, master_weights: bool) -> None:
+    def __init__(self, optimizer: Optimizer, options: Options) -> None:
         self.optimizer = optimizer
         self.rule = RULES[type(optimizer)]
-        self.state_dtype = state_dtype
-        self.master_weights = master_weights
+        self.state_dtype = options.state_dtype
+        self.master_weights = options.master_weights
+        stochastic = options.rounding == "stochastic"
+        self.rounding = Rounding(optimizer, options.rounding_seed) if stochastic else None
         self.sides: dict[FlatBuffer, _FusedSide] = {}
         # Masters of parameters that have no segment for now, because they are frozen or out of the groups: (master,
         # strides, `Masters.seen`).
@@ -142,20 +148,26 @@ class FusedUpdate:
 
     def prepare(self, buffers: list[FlatBuffer]) -> None:
         """Bring state and masters up to date. Raises before any parameter, moment or count is changed."""
+        if self.rounding is not None and buffers:
+            self.rounding.move(buffers[0].device)
         for buffer in buffers:
             self.side(buffer).prepare()
 
     def tables(self, buffer: FlatBuffer) -> list[Tensor]:
         """What a captured update reads beside the buffer and the optimizer's state."""
         side = self.side(buffer)
-        return [t for t in (side.groups, side.hyper) if t is not None]
+        tables = [side.groups, side.hyper]
+        if self.rounding is not None:
+            tables += [self.rounding.state, side.random.tensor]
+        return [t for t in tables if t is not None]
 
     def obstacle_to_capture(self, buffer: FlatBuffer, segments: list[int]) -> str | None:
         """Why an update of `segments` would do more than launch kernels, in words that complete "because"."""
         side = self.side(buffer)
         groups = self.optimizer.param_groups
         index = side.group_of_each_param()
-        if side.hyper is None or side.group_index != index:
+        known = side.hyper is not None and side.group_index == index
+        if not known or (side.random is not None and not side.random.is_current()):
             return "no update has run with these parameter groups yet; run one whole window before the capture"
         if not side.table.is_current(groups):
             return "a hyper-parameter has changed since the last update; run one whole window before the capture"
@@ -172,6 +184,8 @@ class FusedUpdate:
         """Update every touched parameter. Reads `buffer.scalars` on the device, waits for nothing."""
         for buffer in buffers:
             self.side(buffer).apply()
+        if self.rounding is not None:
+            self.rounding.advance()
 
 
 class _FusedSide:
@@ -180,6 +194,7 @@ class _FusedSide:
         self.buffer = buffer
         self.state = OptimizerState(update.rule, update.optimizer, buffer, update.state_dtype)
         self.masters = Masters(buffer) if update.master_weights else None
+        self.random = RandomTable(update.rounding, buffer) if update.rounding is not None else None
         self.table = HyperTable(update.rule, buffer.device)
         self.groups: Tensor | None = None
         self.hyper: Tensor | None = None
@@ -194,6 +209,8 @@ class _FusedSide:
 
     def prepare(self) -> None:
         buffer, groups = self.buffer, self.update.optimizer.param_groups
+        if self.random is not None:
+            self.random.prepare()
         index = self.group_of_each_param()
         if self.groups is None or index != self.group_index:
             self.groups = to_device(torch.tensor(index, dtype=torch.int64, device="cpu"), buffer.device)
@@ -229,6 +246,7 @@ class _FusedSide:
             params,
             *(self.state.listed(slot) for slot in rule.slots),
             self.masters.tensors if self.masters is not None else [],
+            self.random.read() if self.random is not None else None,
             buffer.zero_in_pass,
         )
         buffer.was_zeroed = buffer.zero_in_pass
@@ -300,3 +318,29 @@ class WrappedUpdate:
 
 
 Update = FusedUpdate | WrappedUpdate
+
+# Options that only the fused update has a use for, and the values that ask for nothing.
+FUSED_ONLY = {"state_dtype": None, "master_weights": False, "rounding": "nearest"}
+
+
+def choose(optimizer: Optimizer, options: Options, more: Sequence[Tensor] = ()) -> Update:
+    """The update that options and parameters ask for, `more` parameters that are about to come included.
+
+    Raises ValueError with the reason where an option needs the fused update and it is not possible, and for parameters
+    that cannot be rounded as was asked for.
+    """
+    reason = why_not_fused(optimizer, more)
+    if options.update == "fused" and reason is not None:
+        raise ValueError(f"{NAME}: update='fused' is not possible because {reason}; use update='auto' or 'wrapped'")
+    if options.update != "wrapped" and reason is None:
+        if options.rounding == "stochastic":
+            check_rounded([*parameters(optimizer), *more])
+        return FusedUpdate(optimizer, options)
+    for name, default in FUSED_ONLY.items():
+        if (value := getattr(options, name)) != default:
+            why = "update='wrapped' was asked for" if options.update == "wrapped" else reason
+            raise ValueError(
+                f"{NAME}: {name}={value!r} needs the fused update, which is not possible because {why}; leave "
+                f"{name} out, or give an optimizer and parameters that can be fused"
+            )
+    return WrappedUpdate(optimizer)

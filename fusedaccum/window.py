@@ -19,8 +19,7 @@ from fusedaccum.length import Length, Steps
 from fusedaccum.nonfinite import NonFinite
 from fusedaccum.notices import warn_low_precision, warn_open_window
 from fusedaccum.options import NAME, PLAIN, WEIGHTED, Options, as_float64, check_params, parameters
-from fusedaccum.rules import why_not_fused
-from fusedaccum.update import FusedUpdate, Update, WrappedUpdate
+from fusedaccum.update import Update, choose
 
 
 class Window:
@@ -57,27 +56,12 @@ class Window:
     # What was chosen
 
     def choose_update(self, more: Sequence[Tensor] = ()) -> Update:
-        """The update that options and parameters ask for, `more` parameters that are about to come included.
-
-        Raises ValueError with the reason where an option needs the fused update and it is not possible.
-        """
-        options, reason = self.options, why_not_fused(self.optimizer, more)
-        if options.update == "fused" and reason is not None:
-            raise ValueError(f"{NAME}: update='fused' is not possible because {reason}; use update='auto' or 'wrapped'")
-        if options.update != "wrapped" and reason is None:
-            return FusedUpdate(self.optimizer, options.state_dtype, options.master_weights)
-        for name, default in (("state_dtype", None), ("master_weights", False)):
-            if (value := getattr(options, name)) != default:
-                why = "update='wrapped' was asked for" if options.update == "wrapped" else reason
-                raise ValueError(
-                    f"{NAME}: {name}={value!r} needs the fused update, which is not possible because {why}; leave "
-                    f"{name} out, or give an optimizer and parameters that can be fused"
-                )
-        return WrappedUpdate(self.optimizer)
+        """See `update.choose`."""
+        return choose(self.optimizer, self.options, more)
 
     def warn_about_precision(self) -> None:
         """Say once that parameters of low precision lose small updates, and what helps."""
-        if self._warned or (isinstance(self.update, FusedUpdate) and self.options.master_weights):
+        if self._warned or self.options.master_weights or self.options.rounding == "stochastic":
             return
         low = [p for p in parameters(self.optimizer) if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)]
         if low:

@@ -1,8 +1,8 @@
 """A CUDA graph without CUDA: what is captured does not run, and runs on every replay with the same tensors.
 
 On a GPU a captured call does its part on the host at once, and its part on the device only when the graph is replayed.
-`Graph` holds torch's operators to that on the CPU: tensors of floats stand for device memory, tensors of integers for
-what the host knows.
+`Graph` holds torch's operators to that on the CPU: tensors of floats stand for device memory, and so does what is
+written to tensors of int64; other tensors of integers are what the host knows.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ class Graph(TorchDispatchMode):
         tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
         if func.namespace == "fusedaccum":
             return self._launch(func, args)
-        if tensors and not any(t.is_floating_point() for t in tensors):
-            return func(*args, **kwargs)
         returns = func._schema.returns
+        on_device = func._schema.is_mutable and any(t.dtype == torch.int64 for t in tensors)
+        if tensors and not on_device and not any(t.is_floating_point() for t in tensors):
+            return func(*args, **kwargs)
         if returns and all(r.alias_info is not None and not r.alias_info.is_write for r in returns):
             return func(*args, **kwargs)  # a view
         self.launched.append(name)

@@ -13,6 +13,7 @@ OPTIONS = {
     "plain": {},
     "clipped": {"max_norm": 0.01},
     "masters": {"master_weights": True, "dtype": torch.bfloat16},
+    "stochastic": {"rounding": "stochastic", "dtype": torch.bfloat16},
     "sum": {"reduction": "sum"},
 }
 
@@ -176,6 +177,16 @@ def with_new_weights():
     return run
 
 
+def with_new_positions():
+    """A frozen parameter in front: the others have other random numbers from the next update on."""
+    run = used(rounding="stochastic", dtype=torch.bfloat16)
+    frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+    run.w.param_groups[0]["params"].insert(0, frozen)
+    run.micro()
+    run.w.reset()
+    return run
+
+
 def with_new_steps():
     run = used()
     run.w.steps = 2 * N
@@ -195,6 +206,7 @@ REFUSED = {
     "a new group": (with_new_group, LATER),
     "cleared state": (with_cleared_state, LATER),
     "changed parameters with masters": (with_new_weights, LATER),
+    "other positions with random rounding": (with_new_positions, LATER),
 }
 
 

@@ -100,12 +100,15 @@ def test_changed_parameters_are_not_flushed_as_if_nothing_had_happened(monkeypat
     assert run.same_as(twin)
 
 
-def test_what_a_graph_reads_outlives_it(monkeypatch):
+@pytest.mark.parametrize("options", [{}, {"rounding": "stochastic", "dtype": torch.bfloat16}])
+def test_what_a_graph_reads_outlives_it(monkeypatch, options):
     """Tables, buffer and scale are replaced by later windows; a replay would read memory that is somebody else's."""
-    run = used()
+    run = used(**options)
     buffer = run.w._window.buffers[0]
     side = run.w._window.update.side(buffer)
     alive = [weakref.ref(x) for x in (buffer.flat, buffer._scale, side.hyper, side.groups, buffer.tiles)]
+    if options:
+        alive += [weakref.ref(x) for x in (side.random.tensor, run.w._window.update.rounding.state)]
     with capturing(monkeypatch):
         for _ in range(N):
             run.micro()

@@ -73,6 +73,7 @@ CONFIGURATIONS = {
     "bf16-master": (torch.bfloat16, {"master_weights": True}),
     "bf16-master-fp32-state": (torch.bfloat16, FP32_STATE),
     "fp16-master-fp32-state": (torch.float16, FP32_STATE),
+    "bf16-stochastic": (torch.bfloat16, {"rounding": "stochastic", "rounding_seed": 2**63 - 1}),
     "fp32-bf16-state": (torch.float32, {"state_dtype": torch.bfloat16}),
 }
 

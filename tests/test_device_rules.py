@@ -81,6 +81,7 @@ OPTIONS = {
     "clipped": {"max_norm": 1.0},
     "masters": {"master_weights": True},
     "bf16 moments": {"state_dtype": torch.bfloat16},
+    "stochastic": {"rounding": "stochastic"},
     "sum": {"reduction": "sum"},
     "skip_window": {"nonfinite": "skip_window", "max_norm": 1.0},
     "skip_micro": {"nonfinite": "skip_micro", "max_norm": 1.0},
@@ -122,7 +123,7 @@ def run(make, options, items, dtype, steps=3, windows=2, as_function=False):
 def test_a_window_waits_for_nothing(make, options, items):
     if options == "sum" and items != "no counts":
         return  # refused, whatever the device
-    dtype = torch.bfloat16 if options in ("masters", "bf16 moments") else torch.float32
+    dtype = torch.bfloat16 if options in ("masters", "bf16 moments", "stochastic") else torch.float32
     with Copies() as copies:
         run(make, OPTIONS[options], ITEMS[items], dtype)
     assert copies.blocking == []

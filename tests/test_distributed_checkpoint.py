@@ -34,6 +34,7 @@ MAKERS = {
 CONFIGURATIONS = {
     "fused-fp32": (torch.float32, {"update": "fused"}),
     "fused-bf16": (torch.bfloat16, {"update": "fused", "master_weights": True, "state_dtype": torch.float32}),
+    "fused-bf16-stochastic": (torch.bfloat16, {"rounding": "stochastic", "rounding_seed": 5}),
     "wrapped-fp32": (torch.float32, {"update": "wrapped"}),
     "wrapped-bf16": (torch.bfloat16, {"update": "wrapped"}),
 }

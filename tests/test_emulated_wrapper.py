@@ -58,6 +58,15 @@ def test_the_same_bits_as_on_the_cpu(monkeypatch, make, dtype, options):
         assert same_norm == pytest.approx(norm, rel=1e-12)
 
 
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_the_same_random_numbers(monkeypatch, make):
+    """Two windows: an update's rounding, not its number alone, decides about the next one's values."""
+    want, _ = train(make, torch.bfloat16, windows=2, backend="compiled", rounding="stochastic")
+    assert want != train(make, torch.bfloat16, windows=2, backend="compiled", rounding="stochastic", rounding_seed=1)[0]
+    monkeypatch.setattr(folding.backends, "select", lambda device, name: emulated)
+    assert train(make, torch.bfloat16, windows=2, rounding="stochastic")[0] == want
+
+
 def test_a_buffer_that_starts_off_16_bytes_is_refused():
     """The kernels move it in vectors."""
     buffer = Buffer([70])

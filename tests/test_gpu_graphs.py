@@ -91,7 +91,9 @@ def twins(dtype, options, **more):
 
 
 modes = pytest.mark.parametrize(
-    ("dtype", "options"), [(torch.float32, PLAIN), (torch.bfloat16, RICH)], ids=["plain", "masters and clipping"]
+    ("dtype", "options"),
+    [(torch.float32, PLAIN), (torch.bfloat16, RICH), (torch.bfloat16, PLAIN | {"rounding": "stochastic"})],
+    ids=["plain", "masters and clipping", "stochastic rounding"],
 )
 
 

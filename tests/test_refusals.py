@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch.optim import LBFGS, SGD, Adam, AdamW, RMSprop
@@ -62,7 +64,6 @@ def test_20_steps_set_later(steps):
 LATER = [
     ("steps", None, ["None", "integer|positive|int"]),
     ("fold", "backward", ["backward", "step"]),
-    ("rounding", "stochastic", ["stochastic", "nearest"]),
     ("fold_every", 2, ["2", "1"]),
     ("process_group", "pg", ["pg", "None"]),
     ("wire_dtype", torch.bfloat16, ["bfloat16", "float32"]),
@@ -77,7 +78,9 @@ UNKNOWN = [
     ("nonfinite", "ignore", ["ignore", "propagate", "skip_window", "skip_micro", "raise"]),
     ("nonfinite", None, ["None", "propagate"]),
     ("update", "maybe", ["maybe", "auto", "fused", "wrapped"]),
-    ("rounding", "up", ["up", "nearest"]),
+    ("rounding", "up", ["up", "nearest", "stochastic"]),
+    ("rounding", None, ["None", "nearest"]),
+    *(("rounding_seed", seed, [re.escape(repr(seed)), "0 to 2"]) for seed in (True, None, 1.0, "1", -1, 2**63)),
     ("shard", "zero9", ["zero9", "None"]),
     ("fold_every", 0, ["0", "1"]),
     ("backend", "abacus", ["abacus", "auto", "reference"]),
@@ -183,6 +186,7 @@ WRAPPED_ONLY = {
 FUSED_OPTIONS = [
     ({"state_dtype": torch.float32}, "state_dtype"),
     ({"master_weights": True}, "master_weights"),
+    ({"rounding": "stochastic"}, "rounding"),
     ({"update": "fused"}, "update"),
 ]
 
@@ -195,7 +199,7 @@ def test_what_only_the_fused_update_holds(make, options, word):
         FusedAccumOptimizer(optimizer, steps=4, **options)
 
 
-@pytest.mark.parametrize(("options", "word"), FUSED_OPTIONS[:2], ids=lambda v: v if isinstance(v, str) else "")
+@pytest.mark.parametrize(("options", "word"), FUSED_OPTIONS[:-1], ids=lambda v: v if isinstance(v, str) else "")
 @pytest.mark.parametrize("make", [AdamW, Adam, SGD])
 def test_fused_options_with_the_wrapped_update(make, options, word):
     optimizer = used_optimizer(make)
@@ -206,7 +210,7 @@ def test_fused_options_with_the_wrapped_update(make, options, word):
 
 @pytest.mark.filterwarnings("ignore:.*duplicate parameters")
 @pytest.mark.parametrize("kind", ["one storage", "listed twice"])
-@pytest.mark.parametrize("options", [{"update": "fused"}, {"master_weights": True}, {"state_dtype": torch.float32}])
+@pytest.mark.parametrize("options", [options for options, _ in FUSED_OPTIONS])
 def test_119_the_fused_update_refuses_overlap(kind, options):
     base = torch.ones(6)
     params = [torch.nn.Parameter(base[:4]), torch.nn.Parameter(base[2:])]
