@@ -92,6 +92,9 @@ class Window:
                 self.update.retype(p, was)
         old = self.buffers
         self.buffers = folding.build(params, old, self.options.backend, also)
+        if self.nonfinite.counts:
+            for buffer in self.buffers:
+                buffer.keep_live()  # before the sums that are carried there count as live
         if self.buffers != old:
             folding.carry(old, self.buffers)
             self.update.replace(old, self.buffers)
@@ -101,8 +104,6 @@ class Window:
         self._unplaced = [p for p in params if p not in self.place]
         for buffer in self.buffers:
             buffer.addresses = buffer.addresses_now()
-            if self.nonfinite.counts:
-                buffer.keep_live()
         self.warn_about_precision()
 
     # One micro-batch

@@ -264,3 +264,21 @@ def test_on_several_devices_one_decides_for_all(monkeypatch, policy):
         twin.w.flush()
     assert len(run.w._window.buffers) == 2
     assert same(run, twin)
+
+
+@both
+@pytest.mark.parametrize("change", ["a group is added", "a parameter is unfrozen"])
+def test_what_was_summed_before_the_buffer_grew_counts(update, change):
+    """Under skip_micro only the device knows which segments hold a sum, and a new buffer must be told."""
+    p, q = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    q.requires_grad_(change == "a group is added")
+    w = wrap(SGD([p, q], lr=1.0), 2, nonfinite="skip_micro", update=update)
+    p.grad = torch.ones(2)
+    w.step()
+    if change == "a group is added":
+        w.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
+    else:
+        q.requires_grad_(True)
+    q.grad = torch.ones(2)
+    w.step()
+    assert (p.tolist(), q.tolist()) == ([-0.5] * 2, [-0.5] * 2)
