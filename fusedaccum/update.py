@@ -277,7 +277,11 @@ class WrappedUpdate:
         """Set `p.grad` of every touched parameter, call `optimizer.step()`, set it to None again.
 
         The gradients are the optimizer's to keep. They take the memory of a micro-batch's gradients, freed just before.
+        A gradient that waits for the next `step()` when `flush()` is called is neither used nor lost.
         """
+        waiting = [(p, p.grad) for p in parameters(self.optimizer) if p.grad is not None]
+        for param, _ in waiting:
+            param.grad = None
         held = []
         for buffer in buffers:
             held += self._give_gradients(buffer)
@@ -288,6 +292,8 @@ class WrappedUpdate:
                 param.grad = None
                 if grad_dtype is not None:
                     param.grad_dtype = grad_dtype
+            for param, grad in waiting:
+                param.grad = grad
 
     def _give_gradients(self, buffer: FlatBuffer) -> list[tuple[Tensor, torch.dtype | None]]:
         """Set the gradients; returns the parameters with a `grad_dtype` to be set again, or None."""

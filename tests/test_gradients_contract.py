@@ -31,6 +31,21 @@ def test_gradients_are_none_after_every_step(update):
     assert toy.p.grad is None
 
 
+@both_updates
+def test_a_gradient_that_waits_for_its_step_is_not_in_a_flush(update):
+    """Neither where the window holds a sum for its parameter, nor where it holds none; and it is not lost."""
+    p, q = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+    w = wrap(SGD([p, q], lr=1.0), 2, update=update)
+    set_grads([p, q], [torch.ones(1), None])
+    w.step()
+    set_grads([p, q], [torch.full((1,), 8.0), torch.full((1,), 16.0)])
+    assert w.flush()
+    assert (p.item(), q.item(), p.grad.item(), q.grad.item()) == (-1.0, 0.0, 8.0, 16.0)
+    w.step()
+    w.flush()
+    assert (p.item(), q.item()) == (-9.0, -16.0)
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad_clears_gradients_and_not_the_window(set_to_none):
     toy = Toy(2)
