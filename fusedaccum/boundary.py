@@ -128,8 +128,9 @@ class Boundary:
         for buffer in touched[1:]:
             total = total + buffer.square_total().to(first.device)
         max_norm = math.inf if window.options.max_norm is None else float(window.options.max_norm)
+        divisor = window.nonfinite.zero_where_nothing_is_live(self.divisor, touched)
         for buffer in touched:
-            buffer.close_window(total.to(buffer.device), self.divisor, max_norm, skips)
+            buffer.close_window(total.to(buffer.device), divisor, max_norm, skips)
         window.norm = first.scalars[2]
         undecided = isinstance(self.divisor, Tensor) or skips
         on_device = undecided and window.update.name == "fused" and not capture.is_capturing()
@@ -153,4 +154,6 @@ def _is_empty(window: Window, touched: list[FlatBuffer]) -> bool:
         no_items = bool(window.items == 0)
     if no_items:
         window.counts.window_skipped()
+    elif not touched:
+        window.counts.window_without_sums(window.items, window.nonfinite.left_any_out(window.pending))
     return no_items or not touched

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fusedaccum.folding import describe
+from fusedaccum.folding import describe, times
 from fusedaccum.options import NAME
 
 if TYPE_CHECKING:
+    from fusedaccum.flat_buffer import FlatBuffer
     from fusedaccum.window import Window
 
 
@@ -72,6 +73,20 @@ class NonFinite:
             kept = kept.to(torch.float64)
             self._skipped = 1 - kept if self._skipped is None else self._skipped + (1 - kept)
         self.kept = kept if self.kept is None else self.kept + kept
+
+    def left_any_out(self, pending: int) -> Tensor | None:
+        """Whether one of the window's `pending` micro-batches was left out: bool[1], None where none can have been."""
+        return None if self.kept is None else self.kept < pending
+
+    def zero_where_nothing_is_live(self, divisor: float | Tensor, buffers: list[FlatBuffer]) -> float | Tensor:
+        """`divisor`, or 0, which skips the update, where every gradient that the window was given was left out.
+
+        The divisor alone does not say so: it counts micro-batches without any gradient too.
+        """
+        if not self.counts:
+            return divisor
+        live = [buffer.live.any().to(buffers[0].device) for buffer in buffers]
+        return times(torch.stack(live).any(), divisor)
 
     def resume(self, kept: float | None, pending: int) -> None:
         """Take up a saved window: what it has folded, of `pending` micro-batches. None: all, nobody left any out."""

@@ -282,3 +282,33 @@ def test_what_was_summed_before_the_buffer_grew_counts(update, change):
     q.grad = torch.ones(2)
     w.step()
     assert (p.tolist(), q.tolist()) == ([-0.5] * 2, [-0.5] * 2)
+
+
+@both
+def test_what_is_left_beside_a_skipped_micro_batch_may_be_no_gradient_at_all(update):
+    """No update then: the optimizer is not called, no hook speaks of one, and the window counts as skipped."""
+    for number in (None, 2.0, torch.tensor(2.0)):
+        toy = Toy(2, nonfinite="skip_micro", update=update)
+        toy.micro(NAN, mean_of=number)
+        toy.w.step(mean_of=number)
+        assert (toy.w.updated, toy.w.updates, toy.w.skipped_windows, toy.value) == (False, 0, 1, 0.0)
+
+
+@both
+@pytest.mark.parametrize("policy", ["propagate", "skip_window", "skip_micro", "raise"])
+@pytest.mark.parametrize("number", [float, torch.tensor])
+def test_items_that_count_0_and_no_gradient(update, policy, number):
+    """A window whose items all count 0 is a skipped one, with gradients or without; a merely empty one is not."""
+    for items, skipped in ((0.0, 1), (3.0, 0), (None, 0)):
+        toy = Toy(2, nonfinite=policy, update=update)
+        for _ in range(2):
+            toy.w.step(mean_of=None if items is None else number(items))
+        assert (toy.w.updated, toy.w.updates, toy.w.skipped_windows) == (False, 0, skipped)
+
+
+def test_a_loaded_window_remembers_that_all_was_left_out():
+    toy, resumed = Toy(4, nonfinite="skip_micro").run([NAN, INF]), Toy(4, nonfinite="skip_micro")
+    resumed.w.load_state_dict(copy.deepcopy(toy.w.state_dict()))
+    for each in (toy, resumed):
+        assert each.w.flush() is False
+        assert (each.w.updates, each.w.skipped_windows) == (0, 1)
