@@ -42,6 +42,11 @@ class NonFinite:
         """Whether only the device knows how many micro-batches a window holds."""
         return self.policy == "skip_micro" or self.amp_scaling
 
+    def keep_live(self, buffers: list[FlatBuffer]) -> None:
+        """Have new buffers note which segments were folded into, where the host cannot know it."""
+        for buffer in buffers if self.counts else ():
+            buffer.keep_live()
+
     def look(self, window: Window, grads: list[list[Tensor | None]]) -> Tensor | None:
         """Look at a micro-batch's gradients, by buffer. Returns 1 or 0, float32[1]: whether it is folded.
 

@@ -92,9 +92,7 @@ class Window:
                 self.update.retype(p, was)
         old = self.buffers
         self.buffers = folding.build(params, old, self.options.backend, also)
-        if self.nonfinite.counts:
-            for buffer in self.buffers:
-                buffer.keep_live()  # before the sums that are carried there count as live
+        self.nonfinite.keep_live(self.buffers)  # before sums are carried there, which are live
         if self.buffers != old:
             folding.carry(old, self.buffers)
             self.update.replace(old, self.buffers)
@@ -273,6 +271,7 @@ class Window:
     def release(self) -> None:
         """Give up the buffers; the wrapper is of no further use."""
         self.closed = True
+        self.update.replace(self.buffers, [])
         self.buffers, self.place, self.params, self._unplaced = [], {}, [], []
 
     def place_for(self, param: Tensor) -> tuple[FlatBuffer, int]:

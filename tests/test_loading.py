@@ -22,6 +22,7 @@ from wrapper_helpers import (
     snapshot,
     state_bits,
     tidy,  # noqa: F401
+    update_in_use,
     wrap,
 )
 
@@ -272,7 +273,13 @@ def with_another_group(toy):
     return toy.w
 
 
+def closed_and_wrapped_again(toy):
+    toy.w.close()
+    return wrap(toy.inner, 1, update=update_in_use(toy.w))
+
+
 WAYS = {
+    "close": closed_and_wrapped_again,
     "nothing": lambda toy: toy.w,
     "load": loaded_into(dampened),
     "load into a started one": loaded_into(lambda: dampened(start=64.0).run([64])),
@@ -308,12 +315,17 @@ def test_a_started_momentum_buffer_stays_started(way):
     assert p.item() - start == -(0.5 + 0.75)
 
 
-def test_a_bare_optimizer_takes_it_up_as_the_first():
+@pytest.mark.parametrize("how", ["load", "close"])
+def test_a_bare_optimizer_takes_it_up_as_the_first(how):
     toy = skipped_by_the_device()
-    saved = detached(toy.w)
-    del saved["fusedaccum"]
-    bare = dampened()
-    bare.inner.load_state_dict(saved)
+    if how == "close":
+        bare = toy
+        bare.w.close()
+    else:
+        saved = detached(toy.w)
+        del saved["fusedaccum"]
+        bare = dampened()
+        bare.inner.load_state_dict(saved)
     set_grads([bare.p], [torch.ones(1)])
     bare.inner.step()
     assert bare.value == -1.0
