@@ -77,6 +77,8 @@ class NonFinite:
         if isinstance(kept, Tensor):
             kept = kept.to(torch.float64)
             self._skipped = 1 - kept if self._skipped is None else self._skipped + (1 - kept)
+        elif self.kept is None:
+            kept = torch.tensor(kept, dtype=torch.float64, device="cpu")
         self.kept = kept if self.kept is None else self.kept + kept
 
     def left_any_out(self, pending: int) -> Tensor | None:

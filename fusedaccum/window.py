@@ -144,7 +144,7 @@ class Window:
         else:
             with self.graphs.adding(self) if capturing else nullcontext():
                 kept = folding.fold(self, scale, norm=last, found_inf=found_inf)
-        if kept is not None or self.nonfinite.kept is not None:
+        if kept is not None or self.nonfinite.counts or self.nonfinite.kept is not None:
             self.nonfinite.count(1.0 if kept is None else kept)
             items = items if items is None or kept is None else folding.times(kept, items)
         if items is not None:

@@ -312,3 +312,18 @@ def test_a_loaded_window_remembers_that_all_was_left_out():
     for each in (toy, resumed):
         assert each.w.flush() is False
         assert (each.w.updates, each.w.skipped_windows) == (0, 1)
+
+
+@both
+def test_a_call_before_any_parameter_can_have_a_gradient_counts(update):
+    """skip_micro counts what it kept, and a micro-batch without a gradient is kept, also before there is a buffer."""
+    p = torch.nn.Parameter(torch.zeros(1), requires_grad=False)
+    w = wrap(SGD([p], lr=1.0), 2, nonfinite="skip_micro", update=update)
+    w.step()
+    p.requires_grad_(True)
+    p.grad = torch.ones(1)
+    w.step()
+    assert (p.item(), w.updates, w.skipped_windows) == (-0.5, 1, 0)
+    for items in (0.0, 3.0):  # nothing is left out of a window without gradients whose items count
+        w.step(mean_of=items)
+    assert (w.updates, w.skipped_windows, w.skipped_micro_batches) == (1, 0, 0)
