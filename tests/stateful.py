@@ -1,0 +1,381 @@
+"""A machine that calls everything there is to call, in any order, and compares with the float64 model each time.
+
+Rules draw what they do from hypothesis; `agree` reads everything that can be read. tests/stateful_life.py adds rules,
+tests/test_stateful.py runs them all, and plants mistakes that they must find.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from stateful_model import NO_COUNT, UNKNOWN, Count, Model, Param, adamw, sgd
+from torch.optim.lr_scheduler import StepLR
+
+from fusedaccum import FusedAccumOptimizer, GatedScheduler
+
+SIZES = (1, 67, 3)
+MOST = 4  # parameters, those of groups that are added later included
+RULES = {
+    "sgd": (torch.optim.SGD, sgd, {"momentum": 0.0, "dampening": 0.0}),
+    "momentum": (torch.optim.SGD, sgd, {"momentum": 0.5, "dampening": 0.25}),
+    "adamw": (torch.optim.AdamW, adamw, {"betas": (0.75, 0.875), "eps": 0.125}),
+}
+DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """`steps` as a function of the coming update."""
+
+    cycle: tuple
+
+    def __call__(self, update):
+        return self.cycle[update % len(self.cycle)]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A micro-batch. bad: (parameter, value) that is not finite. count: an item count, used where the window already
+    counts items, or `counted` in one that is new. said: where the count is given. inside: the backward, of a closure.
+    """
+
+    grads: list
+    bad: tuple | None
+    count: Count
+    counted: bool
+    said: str
+    inside: bool
+
+
+# One draw each, of a list that says how often what comes: drawing is most of the machine's time.
+GRADIENTS = [None] * 8 + list(range(-8, 9))
+NOT_FINITE = [None] * 24 + [(k, bad) for k in range(MOST) for bad in (math.inf, -math.inf, math.nan)]
+COUNTS = [Count(word, n, on) for word in ("mean_of", "sum_of") for n in (0, 1, 2, 3, 0.5) for on in (False, True)]
+
+POLICIES = ["propagate", "skip_window", "skip_micro", "skip_micro", "raise"]
+EDITS = [None] + [(k, factor) for k in range(2) for factor in (0.5, 0.0, -2.0)]
+
+steps_drawn = st.integers(1, 4) | st.builds(Lengths, st.tuples(st.integers(1, 3), st.integers(1, 3)))
+grads_drawn = st.lists(st.sampled_from(GRADIENTS), min_size=MOST, max_size=MOST)
+bad_drawn = st.sampled_from(NOT_FINITE)
+calls_drawn = st.builds(
+    Call,
+    grads=grads_drawn,
+    bad=bad_drawn,
+    count=st.sampled_from(COUNTS),
+    counted=st.sampled_from([False, False, True]),
+    said=st.sampled_from(["step", "step", "before", "closure"]),
+    inside=st.booleans(),
+)
+few_calls = st.lists(calls_drawn, max_size=3)
+which = st.integers(0, MOST - 1)
+
+
+def event(**drawn):
+    """A rule after which some micro-batches follow: what it has done to the window shows in them."""
+
+    def decorate(function):
+        def with_calls(self, then, **given):
+            function(self, **given)
+            self.agree()
+            self.make_calls(then)
+
+        with_calls.__name__ = function.__name__
+        return rule(then=few_calls, **drawn)(with_calls)
+
+    return decorate
+
+
+def pattern(n: int) -> torch.Tensor:
+    """Elements that differ, all powers of two: sums of integers times these are exact."""
+    k = torch.arange(n)
+    return (1 - 2.0 * (k % 2)) * 2.0 ** ((k * 5) % 3 - 1)
+
+
+def read(tensor) -> torch.Tensor:
+    return tensor.detach().double().clone()
+
+
+def as_arguments(count) -> dict:
+    return {count.word: torch.tensor(count.items) if count.on_device else count.items} if count.word else {}
+
+
+def close(seen, want, error, what):
+    """Elements that are not finite must be the same, the others within their error."""
+    seen = read(seen)
+    same = (seen == want) | (seen.isnan() & want.isnan())
+    wrong = ~(same | ((seen - want).abs() <= error))
+    if bool(wrong.any()):
+        error = torch.as_tensor(error, dtype=torch.float64).expand_as(want)
+        raise AssertionError(
+            f"{what}: {int(wrong.sum())} elements differ, the first is {seen[wrong][0]:.9g}, not {want[wrong][0]:.9g} "
+            f"within {error[wrong][0]:.3g}"
+        )
+
+
+class Machine(RuleBasedStateMachine):
+    """Micro-batches and windows. backend: of the wrapper."""
+
+    backend = "compiled"
+
+    # Beginning
+
+    @initialize(
+        name=st.sampled_from(["sgd", "momentum", "momentum", "adamw", "adamw"]),
+        update=st.sampled_from(["fused", "wrapped"]),
+        policy=st.sampled_from(POLICIES),
+        reduction=st.sampled_from(["mean", "mean", "sum"]),
+        max_norm=st.sampled_from([None, None, 1.0, 8.0]),
+        low=st.sampled_from([None, "masters", "state", "plain"]),
+        steps=steps_drawn,
+        poison=st.integers(0, 3),
+    )
+    def begin(self, name, update, policy, reduction, max_norm, low, steps, poison):
+        self.kind, self.rule_of, self.extra = RULES[name]
+        options = {"update": update, "nonfinite": policy, "reduction": reduction, "max_norm": max_norm}
+        options |= {"master_weights": low == "masters", "state_dtype": torch.float32 if low == "state" else None}
+        if update == "wrapped":
+            options |= {"master_weights": False, "state_dtype": None}
+        self.options = options
+        # NaN in the parameters hides what comes after: without a policy against it, let it be rare.
+        self.poison = policy != "propagate" or poison == 0
+        self.dtypes = DTYPES if low else (torch.float32,)
+        self.params, self.serial = [], 0
+        groups = [self.new_group(SIZES[:2], 0.25), self.new_group(SIZES[2:], 0.125)]
+        self.inner = self.kind(groups)
+        self.model = Model(self.rule_of, [], [], steps, self.options)
+        self.note_groups(groups)
+        self.w = FusedAccumOptimizer(self.inner, steps=steps, backend=self.backend, **self.options)
+        self.shelf = []
+        self.edit, self.look = None, False
+        self.attach()
+
+    def new_group(self, sizes, lr):
+        params = []
+        for n in sizes:
+            dtype = self.dtypes[len(self.params) % len(self.dtypes)]
+            params.append(torch.nn.Parameter((pattern(n) * (1 + len(self.params))).to(dtype)))
+            self.params.append(params[-1])
+        return {"params": params, "lr": lr, "weight_decay": 0.25, **self.extra}
+
+    def note_groups(self, groups):
+        """Tell the model of parameters that the optimizer has been given."""
+        for group in groups:
+            for p in group["params"]:
+                self.model.params.append(Param(read(p), p.dtype, len(self.model.groups)))
+            self.model.groups.append({k: v for k, v in group.items() if k != "params"})
+
+    def attach(self, gate=None):
+        """What belongs to a wrapper and does not come along when it is made anew."""
+        self.fired = [0, 0]
+        self.w.register_step_pre_hook(self.pre_hook)
+        self.w.register_step_post_hook(self.post_hook)
+        if gate is None:
+            gate = GatedScheduler(StepLR(self.inner, 1, gamma=0.5), self.w)
+            self.model.seen = self.model.updates
+        self.gate = gate
+
+    # Hooks
+
+    def pre_hook(self, *_):
+        self.fired[0] += 1
+        if not self.look:
+            return
+        for p, m in zip(self.params, self.model.params, strict=True):
+            close(self.w.master_grad(p), *self.model.mean(m), "the mean in a pre-hook")
+        if self.edit is not None and self.edit[0] < len(self.params):
+            k, factor = self.edit
+            self.w.master_grad(self.params[k]).mul_(factor)
+
+    def post_hook(self, *_):
+        self.fired[1] += 1
+
+    @event(edit=st.sampled_from(EDITS), look=st.booleans())
+    def set_hook(self, look, edit):
+        """From now on step pre-hooks look at the means, and multiply one by a number."""
+        self.look, self.edit = look or edit is not None, edit
+
+    def close_model(self):
+        edit = None
+        if self.edit is not None and self.edit[0] < len(self.params):
+            edit = self.model.params[self.edit[0]], self.edit[1]
+        self.model.close(edit)
+        assert self.fired[0] == self.fired[1]
+        if self.model.fired is not None:
+            assert self.fired[0] == self.model.fired, f"step hooks fired {self.fired[0]} times"
+        self.fired = [0, 0]
+
+    # Micro-batches
+
+    def backward(self, grads, bad):
+        """What a backward leaves: gradients add up in the parameter's dtype."""
+        for k, (p, m) in enumerate(zip(self.params, self.model.params, strict=True)):
+            if grads[k] is None or not p.requires_grad:
+                continue
+            values = pattern(p.numel()) * grads[k] / 4
+            if bad is not None and bad[0] == k and self.poison:
+                values[-1] = bad[1]
+            (p * values.to(p.dtype)).sum().backward()
+            m.grad = values.double() if m.grad is None else (m.grad + values.double()).to(m.dtype).double()
+
+    @event(grads=grads_drawn, bad=bad_drawn)
+    def only_backward(self, grads, bad):
+        self.backward(grads, bad)
+
+    @rule(calls=st.lists(calls_drawn, min_size=2, max_size=6))
+    def micro_batches(self, calls):
+        self.make_calls(calls)
+
+    @event()
+    def flush(self):
+        self.flush_window()
+
+    @rule(calls=st.lists(calls_drawn, min_size=1, max_size=3), waiting=grads_drawn)
+    def short_window(self, calls, waiting):
+        """waiting: gradients that flush() finds, and that belong to the next step()."""
+        self.make_calls(calls)
+        self.backward(waiting, None)
+        self.flush_window()
+
+    def make_calls(self, calls):
+        for call in calls:
+            self.one_call(call)
+            self.agree()
+
+    def one_call(self, call):
+        """One whole micro-batch."""
+        count, said = call.count, call.said
+        if self.options["reduction"] == "sum" or not (self.model.weighted if self.model.calls else call.counted):
+            count = NO_COUNT
+        if self.model.announced is not None:
+            count, said = self.model.announced, "already"
+        if said == "before":
+            self.announce(count)
+
+        def closure():
+            self.backward(call.grads, call.bad)
+            if said == "closure":
+                self.announce(count)
+            self.must_raise = self.model.will_raise(count)
+            if not self.must_raise:
+                self.model.fold(count)
+            return 3.5
+
+        given = as_arguments(count) if said == "step" else {}
+        if call.inside or said == "closure":
+            self.take_step((closure,), given)
+        else:
+            closure()
+            self.take_step((), given)
+
+    @rule(count=st.sampled_from(COUNTS))
+    def announce_early(self, count):
+        takes_counts = self.model.weighted if self.model.calls else self.options["reduction"] == "mean"
+        if takes_counts and count.word:
+            self.announce(count)
+
+    def announce(self, count):
+        self.w.micro_batch(**as_arguments(count))
+        self.model.announced = count if count.word else None
+
+    def take_step(self, closure, given):
+        try:
+            result = self.w.step(*closure, **given)
+        except FloatingPointError:
+            assert self.must_raise, "step() raised at finite gradients"
+            return
+        assert not self.must_raise, "step() took gradients that are not finite"
+        assert result == (3.5 if closure else None)
+        if self.model.full:
+            self.close_model()
+
+    # Windows
+
+    def flush_window(self):
+        was_open = self.model.calls > 0
+        flushed = self.w.flush()
+        if was_open:
+            self.close_model()
+        self.model.updated = self.model.updated and was_open
+        assert flushed is self.model.updated, f"flush() returned {flushed}"
+
+    @event()
+    def reset(self):
+        self.w.reset()
+        self.model.reset()
+
+    @event(steps=steps_drawn)
+    def set_steps(self, steps):
+        self.w.steps = steps
+        self.model.steps = steps
+
+    @event(to_none=st.booleans(), whose=st.sampled_from(["wrapper", "optimizer"]))
+    def zero_grad(self, to_none, whose):
+        (self.w if whose == "wrapper" else self.inner).zero_grad(set_to_none=to_none)
+        for m in self.model.params:
+            m.grad = None if to_none or m.grad is None else torch.zeros_like(m.grad)
+
+    @event(factor=st.sampled_from([0.5, 2.0]), k=which)
+    def set_lr(self, factor, k):
+        k %= len(self.inner.param_groups)
+        if 2.0**-6 < self.model.groups[k]["lr"] * factor <= 0.25:
+            self.w.param_groups[k]["lr"] *= factor
+            self.model.groups[k]["lr"] *= factor
+
+    @event()
+    def schedule(self):
+        """Advances once per new value of `updates`, however often it is called."""
+        self.gate.step()
+        if self.model.seen != self.model.updates:
+            self.model.seen = self.model.updates
+            for group in self.model.groups:
+                group["lr"] *= 0.5
+
+    # What must hold after every call
+
+    @invariant()
+    def agree(self):
+        w, model = self.w, self.model
+        seen = (w.pending, w.updates, w.updated, w.will_update, w.skipped_windows, w.skipped_micro_batches, w.steps)
+        want = (model.calls, model.updates, model.updated, model.will_update, model.skipped_windows)
+        want += (model.skipped_micro_batches, model.steps)
+        assert seen == want, f"pending, updates, updated, will_update, skipped 2x, steps: {seen}, not {want}"
+        self.agree_on_norm()
+        assert [g["lr"] for g in w.param_groups] == [g["lr"] for g in model.groups]
+        for k, (p, m) in enumerate(zip(self.params, model.params, strict=True)):
+            close(w.master_grad(p), *model.held(m), f"master_grad of parameter {k}")
+            assert (p.grad is None) == (m.grad is None), f"the gradient of parameter {k}"
+            if p.grad is not None:
+                close(p.grad, m.grad, 0.0, f"the gradient of parameter {k}")
+            value = read(p)
+            close(value, m.value, m.error, f"parameter {k}")
+            m.adopt(value, self.agree_on_state(k, w.state.get(p, {}), m))
+
+    def agree_on_norm(self):
+        norm = self.w.grad_norm
+        if self.model.norm is None:
+            assert norm is None
+        elif self.model.norm is not UNKNOWN:
+            want = torch.tensor([self.model.norm], dtype=torch.float64)
+            close(torch.tensor([norm]), want, self.model.norm_error, "grad_norm")
+
+    def agree_on_state(self, k, state, m):
+        """The moments of parameter k as they are read; the state of one that was never updated may be zeros."""
+        if m.count == 0:
+            assert not any(bool(torch.as_tensor(v).any()) for v in state.values() if v is not None)
+            return {}
+        if "exp_avg" in m.moments:
+            assert float(state["step"]) == m.count, f"step count of parameter {k}: {state['step']}, not {m.count}"
+        moments = {}
+        for name, moment in m.moments.items():
+            moments[name] = read(state[name])
+            close(moments[name], moment, m.moment_errors.get(name, 0.0), f"{name} of parameter {k}")
+        return moments
+
+    def teardown(self):
+        if hasattr(self, "w"):
+            self.w.reset()
