@@ -93,7 +93,7 @@ class NonFinite:
         if not self.counts:
             return divisor
         live = [buffer.live.any().to(buffers[0].device) for buffer in buffers]
-        return times(torch.stack(live).any(), divisor)
+        return times(torch.stack(live).any().double(), divisor)
 
     def resume(self, kept: float | None, pending: int) -> None:
         """Take up a saved window: what it has folded, of `pending` micro-batches. None: all, nobody left any out."""
