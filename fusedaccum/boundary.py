@@ -56,12 +56,19 @@ class Boundary:
         if not touched:  # a hook has taken away what there was to update
             window.reset()
             return
+        window.midway = True
         skip = self._set_scalars(window, touched)
-        window.update.apply(touched)
+        try:
+            window.update.apply(touched)
+        except folding.REFUSALS:
+            window.midway = not window.update.take_back(touched)
+            self._take_back(window)
+            raise
         if on_device := window.graphs.captured > 0:
             window.graphs.count_update(touched[0].scalars)
         window.reset()
         window.counts.window_closed(skip, counted_elsewhere=on_device)
+        window.midway = False
         post_hooks()
 
     def _is_skipped_now(self, window: Window, touched: list[FlatBuffer]) -> bool:

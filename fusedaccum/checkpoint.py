@@ -18,7 +18,7 @@ from fusedaccum import folding
 from fusedaccum.checkpoint_fields import ABSENT, FIELDS, is_any_of
 from fusedaccum.flat_buffer import in_memory_order
 from fusedaccum.notices import warn
-from fusedaccum.options import NAME, PLAIN, WEIGHTED, parameters
+from fusedaccum.options import NAME, PLAIN, WEIGHTED, is_lazy, parameters
 from fusedaccum.rounding import Rounding
 from fusedaccum.update import FusedUpdate
 from fusedaccum.window import Window
@@ -33,6 +33,11 @@ WAY_OUT = (
 def _positions(window: Window) -> dict[int, Tensor]:
     """Parameters by the index that `torch.optim.Optimizer.state_dict` gives them: in order, each counted once."""
     return dict(enumerate(dict.fromkeys(parameters(window.optimizer))))
+
+
+def _shapes(positions: dict[int, Tensor]) -> tuple[tuple[int, ...] | None, ...]:
+    """Of the parameters; None where a lazy module has not given one yet."""
+    return tuple(None if is_lazy(p) else tuple(p.shape) for p in positions.values())
 
 
 def save(window: Window) -> dict[str, Any]:
@@ -69,7 +74,7 @@ def save(window: Window) -> dict[str, Any]:
         "rounding": rounding.save() if rounding is not None else (),
         "sums": tuple(sums),
         "masters": tuple(masters),
-        "shapes": tuple(tuple(p.shape) for p in positions.values()),
+        "shapes": _shapes(positions),
         "unstarted": unstarted,
         "state_layout": layout,
         "state_witness": {layout: True} if layout else {},
@@ -201,13 +206,13 @@ def _check_counts(window: Window, saved: dict[str, Any]) -> None:
 def _check_shapes(saved: dict[str, Any], positions: dict[int, Tensor]) -> None:
     """Refuse a window over other parameters, or over the same ones in another order where their shapes tell."""
     same = f"load it into an optimizer over the same parameters in the same order, or drop the key {KEY!r}"
-    here = tuple(tuple(p.shape) for p in positions.values())
+    here = _shapes(positions)
     if len(saved["shapes"]) != len(here):
         raise ValueError(
             f"{NAME}: the saved window has {len(saved['shapes'])} parameters and this optimizer {len(here)}; {same}"
         )
     for i, (was, now) in enumerate(zip(saved["shapes"], here, strict=True)):
-        if was != now:
+        if was != now and None not in (was, now):
             raise ValueError(
                 f"{NAME}: the saved window holds shape {was} for parameter {i} and this optimizer has {now}; {same}"
             )
@@ -228,10 +233,12 @@ def _check_tensors(saved: dict[str, Any], positions: dict[int, Tensor]) -> None:
         for i, p in positions.items():
             value = saved[name][i]
             dtype = torch.complex64 if name == "sums" and p.is_complex() else torch.float32
-            if value is not None and (value.shape != p.shape or value.dtype != dtype):
+            shape = None if is_lazy(p) else tuple(p.shape)
+            if value is not None and (tuple(value.shape) != shape or value.dtype != dtype):
                 raise ValueError(
                     f"{NAME}: the saved window holds a {value.dtype} tensor of shape {tuple(value.shape)} in {name} "
-                    f"for parameter {i}, which must be {dtype} of shape {tuple(p.shape)}; {WAY_OUT}"
+                    f"for parameter {i}, which must be {dtype} of shape {shape} (None: see its forward); "
+                    f"{WAY_OUT}"
                 )
 
 

@@ -65,8 +65,10 @@ FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "sums": ("a tuple of dense tensors and None", _are_tensors),
     "masters": ("a tuple of dense tensors and None", _are_tensors),
     "shapes": (
-        "a tuple of tuples of ints",
-        lambda v: isinstance(v, tuple) and all(isinstance(s, tuple) and all(map(_is_count, s)) for s in v),
+        "a tuple of tuples of ints and None",
+        lambda v: (
+            isinstance(v, tuple) and all(s is None or (isinstance(s, tuple) and all(map(_is_count, s))) for s in v)
+        ),
     ),
     "unstarted": ("a tuple of parameter indices", lambda v: isinstance(v, tuple) and all(map(_is_count, v))),
     "state_layout": ("a str", lambda v: isinstance(v, str)),

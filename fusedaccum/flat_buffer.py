@@ -266,7 +266,13 @@ class FlatBuffer:
     def keep_live(self) -> None:
         """Have the device note which segments were folded into: what it skips, the host does not know."""
         if self.live is None:
-            self.live = torch.zeros(len(self.params), dtype=torch.uint8, device=self.device)
+            touched = (self.marks & TOUCHED).mul_((self.segments[:, 1] > 0).to(torch.uint8))
+            self.live = to_device(touched, self.device)
+
+    def uncount(self) -> None:
+        """Take back what `close_window` has counted in `steps`: the update was refused."""
+        counted = to_device(self.marks & TOUCHED, self.device) if self.live is None else self.live
+        self.steps.sub_(counted.to(torch.float32) * (1 - self.scalars[1]))
 
     def holds_sum(self, k: int) -> bool:
         """Whether segment k holds a sum of this window, skipped folds left out. Waits for the device if it must."""

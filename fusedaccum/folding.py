@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 PLAIN = {Tensor, type(None)}
 
 
+# What an operator raises where it refuses its arguments: nothing was written then.
+REFUSALS = (RuntimeError, TypeError, ValueError)
+
+
 def build(params: list[Tensor], old: list[FlatBuffer], backend: str, also: Tensor | None = None) -> list[FlatBuffer]:
     """One flat buffer a device for those of `params` that can get gradients; one of `old` where it still fits.
 
@@ -46,12 +50,13 @@ def carry(old: list[FlatBuffer], new: list[FlatBuffer]) -> None:
     for buffer in old:
         for k in buffer.touched_segments() if buffer not in new else ():
             target, j = place.get(buffer.params[k], (None, 0))
-            if not buffer.holds_sum(k):
-                continue
             if target is None or (target.shapes[j], target.complex[j]) != (buffer.shapes[k], buffer.complex[k]):
                 lost += 1
             else:
                 target.put(j, buffer.view(k))
+                if buffer.live is not None:
+                    target.keep_live()
+                    target.live[j].copy_(buffer.live[k])
     if lost:
         warn(
             f"{NAME}: {lost} parameters left the optimizer or changed shape inside a window, and what was summed for "
@@ -59,23 +64,29 @@ def carry(old: list[FlatBuffer], new: list[FlatBuffer]) -> None:
         )
 
 
-def fold(window: Window, scale: float | Tensor, norm: bool, found_inf: Tensor | None = None) -> Tensor | None:
+def fold(
+    window: Window,
+    scale: float | Tensor,
+    norm: bool,
+    found_inf: Tensor | None = None,
+    items: float | Tensor | None = None,
+) -> Tensor | None:
     """Fold every `p.grad` and set it to None. Raises before anything is changed.
 
     scale: a number or a tensor of one element. norm: leave the partial sums of the norm behind. found_inf: a tensor of
-    one element; where it is not 0 nothing is folded. Returns 1 or 0, whether the gradients were folded, where only the
-    device knows.
+    one element; where it is not 0 nothing is folded. items: of the micro-batch. Returns 1 or 0, whether the gradients
+    were folded, where only the device knows.
     """
     moved = follow(window, thorough=False)
     # After a move a gradient may be of another shape; on a second device it must be refused before the first is folded.
     if moved or len(window.buffers) > 1:
         repair(window)
     try:
-        kept = _fold_all(window, scale, norm, found_inf)
+        kept = _fold_all(window, scale, norm, found_inf, items)
     except RuntimeError:
         if not repair(window):
             raise
-        kept = _fold_all(window, scale, norm, found_inf)
+        kept = _fold_all(window, scale, norm, found_inf, items)
     discard(window.params)
     return kept
 
@@ -106,18 +117,23 @@ def times(kept: Tensor, value: float | Tensor) -> Tensor:
     return kept * value
 
 
-def _fold_all(window: Window, scale: float | Tensor, norm: bool, found_inf: Tensor | None) -> Tensor | None:
+def _fold_all(
+    window: Window, scale: float | Tensor, norm: bool, found_inf: Tensor | None, items: float | Tensor | None
+) -> Tensor | None:
     grads = [[p.grad for p in buffer.params] for buffer in window.buffers]
     if not all(PLAIN.issuperset(map(type, given)) for given in grads):
         _check_subclasses(window)
-    kept = window.nonfinite.look(window, grads) if window.nonfinite.looks else None
-    if found_inf is not None:
-        unharmed = (found_inf == 0).to(torch.float32)
-        kept = unharmed if kept is None else times(kept, unharmed)
+    kept = window.nonfinite.look(window, grads, found_inf, items)
     if kept is not None:
         scale = times(kept, scale)
-    for buffer, given in zip(window.buffers, grads, strict=True):
-        buffer.fold(given, scale, norm)
+    for i, (buffer, given) in enumerate(zip(window.buffers, grads, strict=True)):
+        window.midway = True
+        try:
+            buffer.fold(given, scale, norm)
+        except REFUSALS:
+            window.midway = i > 0
+            raise
+    window.midway = True
     return kept
 
 
@@ -166,7 +182,7 @@ def _check(window: Window, p: Tensor, grad: Tensor) -> None:
     if grad.dtype not in allowed:
         raise TypeError(
             f"{NAME}: the gradient of {describe(window, p)} is {grad.dtype}; gradients are summed in float32, so it "
-            f"must be one of {', '.join(map(str, allowed))}: convert the parameter"
+            f"must be one of {', '.join(map(str, allowed))}: convert the gradient, or the parameter"
         )
     if grad.device != p.device or grad.shape != p.shape:
         raise ValueError(

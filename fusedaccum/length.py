@@ -25,7 +25,7 @@ def check_steps(steps: Any) -> Steps:
 
 def _check_number(value: Any, said: str) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{NAME}: {said} is a {type(value).__name__}; {RULE}")
+        raise TypeError(f"{NAME}: {said}, a {type(value).__name__}; {RULE}")
     if value < 1:
         raise ValueError(f"{NAME}: {said}; {RULE}")
     return int(value)
@@ -53,7 +53,7 @@ class Length:
         update = index()
         if self._asked is None or self._asked[0] != update:
             answer = self.value(update)
-            self._asked = update, _check_number(answer, f"steps({update}) returned {answer!r}, which")
+            self._asked = update, _check_number(answer, f"steps({update}) returned {answer!r}")
         return self._asked[1]
 
     def ask_again(self) -> None:

@@ -42,23 +42,34 @@ class NonFinite:
         """Whether only the device knows how many micro-batches a window holds."""
         return self.policy == "skip_micro" or self.amp_scaling
 
-    def keep_live(self, buffers: list[FlatBuffer]) -> None:
-        """Have new buffers note which segments were folded into, where the host cannot know it."""
-        for buffer in buffers if self.counts else ():
-            buffer.keep_live()
-
-    def look(self, window: Window, grads: list[list[Tensor | None]]) -> Tensor | None:
+    def look(
+        self,
+        window: Window,
+        grads: list[list[Tensor | None]],
+        found_inf: Tensor | None,
+        items: float | Tensor | None,
+    ) -> Tensor | None:
         """Look at a micro-batch's gradients, by buffer. Returns 1 or 0, float32[1]: whether it is folded.
 
-        None where it is without looking further. Raises FloatingPointError under "raise".
+        None where it is without looking further. found_inf: where it is not 0, somebody has looked. items: where they
+        are 0, gradients may hold anything. Raises FloatingPointError under "raise".
         """
-        if not window.buffers:
-            return None
+        kept = self._look_here(window, grads, items) if self.looks and window.buffers else None
+        if found_inf is not None:
+            unharmed = (found_inf == 0).to(torch.float32)
+            kept = unharmed if kept is None else times(kept, unharmed)
+        if kept is not None and isinstance(items, Tensor):
+            kept = (kept + times(torch.ones_like(kept), items == 0)).clamp_(max=1)
+        return kept
+
+    def _look_here(
+        self, window: Window, grads: list[list[Tensor | None]], items: float | Tensor | None
+    ) -> Tensor | None:
         device = window.buffers[0].device
         found = [b.found_inf(g).to(device) for b, g in zip(window.buffers, grads, strict=True)]
         total = found[0] if len(found) == 1 else torch.stack(found).sum(0)
         if self.policy == "raise":
-            if bool(total):
+            if bool(total) and not (isinstance(items, Tensor) and bool(items == 0)):
                 raise FloatingPointError(self._names(window))
             return None
         return (total == 0).to(torch.float32)

@@ -35,6 +35,15 @@ def warn_low_precision(low: list[Tensor], fused: bool) -> None:
     )
 
 
+def warn_low_moments(count: int) -> None:
+    """Say that second moments of so many parameters are kept in a dtype in which they cannot decay, and what helps."""
+    warn(
+        f"{NAME}: the second moments of {count} parameters are kept in bfloat16, as the optimizer has them, where "
+        "0.999 * v rounds back to v, so that they never decay; pass state_dtype=torch.float32 (which needs the fused "
+        "update)"
+    )
+
+
 def warn_open_window(window: Window, what: str) -> None:
     """Say that an open window goes away, with what would have kept it."""
     warn(

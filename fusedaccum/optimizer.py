@@ -21,6 +21,9 @@ from fusedaccum.window import Window
 # Which wrapper holds an optimizer: two windows over the same parameters would each see half of the gradients.
 _wrapped: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Window]] = weakref.WeakKeyDictionary()
 
+# The default of `step`: torch.distributed.checkpoint says `step(closure=None)` to have state made, loops seldom do.
+NO_CLOSURE: Any = type("NoClosure", (), {"__repr__": lambda self: "None"})()
+
 
 def _inner(name: str) -> property:
     """An attribute that is the wrapped optimizer's own live object."""
@@ -141,7 +144,7 @@ class FusedAccumOptimizer(Optimizer):
 
     def step(
         self,
-        closure: Callable[[], Any] | None = None,
+        closure: Callable[[], Any] | None = NO_CLOSURE,
         *,
         mean_of: float | Tensor | None = None,
         sum_of: float | Tensor | None = None,
@@ -161,19 +164,18 @@ class FusedAccumOptimizer(Optimizer):
         """
         window = self._window
         with amp.verdict(self, window.options.amp_scaling) as verdict:
-            self._check_open()
+            self._window.check_usable()
             given = one_count(mean_of, sum_of)
             loss = None
-            if closure is not None:
+            if closure is not NO_CLOSURE and closure is not None:
                 with torch.enable_grad():
                     loss = closure()
             counts = window.counts_of(*given)  # after the closure, which may have called micro_batch()
             with modes.no_grad():
-                if not capture.is_capturing() and folding.is_state_probe(window.optimizer):
+                if closure is None and not capture.is_capturing() and folding.is_state_probe(window.optimizer):
                     window.optimizer.step()
                     return loss
                 window.micro_batch(*counts, *verdict)
-                window.announced = None
                 if window.full:
                     self._close_window()
         return loss
@@ -187,16 +189,12 @@ class FusedAccumOptimizer(Optimizer):
         last=True is for reductions over ranks and is not supported. Raises ValueError or TypeError as `step` does,
         RuntimeError after `close()`.
         """
-        self._check_open()
+        self._window.check_usable()
         if last:
             raise ValueError(
                 f"{NAME}: micro_batch(last={last!r}) is not supported (reducing the window over ranks); leave it out"
             )
         self._window.announce(*one_count(mean_of, sum_of))
-
-    def _check_open(self) -> None:
-        if self._window.closed:
-            raise RuntimeError(f"{NAME}: close() was called; wrap the optimizer again to go on accumulating")
 
     # The boundary
 
@@ -206,7 +204,7 @@ class FusedAccumOptimizer(Optimizer):
         Returns whether the parameters were updated; False, and nothing done, where the window is empty. Raises
         RuntimeError after `close()` and inside a step pre-hook.
         """
-        self._check_open()
+        self._window.check_usable()
         self._window.graphs.check_flush(self._window)
         if self._window.nothing_to_flush():
             return False
@@ -325,7 +323,7 @@ class FusedAccumOptimizer(Optimizer):
             listed = [params] if isinstance(params, Tensor) else [p[1] if isinstance(p, tuple) else p for p in params]
             tensors = [p for p in listed if isinstance(p, Tensor)]
             check_params(tensors)
-            self._window.choose_update(tensors)
+            self._window.choose_update([p for p in tensors if p.requires_grad or p.grad is not None])
         self._window.optimizer.add_param_group(param_group)
 
     def __repr__(self) -> str:
@@ -344,6 +342,7 @@ class FusedAccumOptimizer(Optimizer):
         Plain containers and tensors, which `torch.load(weights_only=True)` reads. Tensors are live, as in torch.
         Without that key it loads into a bare optimizer.
         """
+        self._window.check_sound()
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         with modes.no_grad():
@@ -360,7 +359,7 @@ class FusedAccumOptimizer(Optimizer):
 
         Raises ValueError where it does not fit, with the optimizer and the window as they were.
         """
-        self._check_open()
+        self._window.check_open()
         state_dict = state_dict.copy()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             if (result := hook(self, state_dict)) is not None:
@@ -378,6 +377,7 @@ class FusedAccumOptimizer(Optimizer):
             post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
+        self._window.check_sound()
         with modes.no_grad():
             return checkpoint.pack(self._window)
 

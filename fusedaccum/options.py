@@ -86,6 +86,10 @@ def _check_rounding(checked: Options) -> None:
         raise TypeError(f"{NAME}: rounding_seed={seed!r} is a {type(seed).__name__}; {rule}")
     if not 0 <= seed < 2**63:
         raise ValueError(f"{NAME}: rounding_seed={seed!r}; {rule}")
+    if checked.rounding == "nearest" and seed != 0:
+        raise ValueError(
+            f"{NAME}: rounding_seed={seed!r} needs rounding='stochastic'; leave it out, or ask for that too"
+        )
     if checked.rounding == "stochastic" and checked.master_weights:
         raise ValueError(
             f"{NAME}: rounding='stochastic' with master_weights=True has nothing to do: the FP32 masters keep what "

@@ -74,7 +74,7 @@ RULES: dict[type, Rule] = {AdamW: AdamRule, Adam: AdamRule, SGD: SGDRule}
 def why_not_fused(optimizer: Optimizer, more: Sequence[Tensor] = ()) -> str | None:
     """The reason why `optimizer`'s update cannot be fused, in words that complete "because"; None if it can.
 
-    more: parameters to judge along with the optimizer's own.
+    more: parameters to judge along with the optimizer's own, of which frozen ones are left alone.
 
     Exactly AdamW, Adam and SGD are fused: a subclass may override `step`.
     """
@@ -86,7 +86,9 @@ def why_not_fused(optimizer: Optimizer, more: Sequence[Tensor] = ()) -> str | No
         for value in RULES[type(optimizer)].row(group):
             if isinstance(value, Tensor) and value.requires_grad:
                 return "a hyper-parameter tensor requires grad"
-    params = [p for p in (*parameters(optimizer), *more) if p.requires_grad or p.grad is not None]
+    params = [p for p in parameters(optimizer) if p.requires_grad or p.grad is not None]
+    judged = set(map(id, params))
+    params += [p for p in more if id(p) not in judged]
     for p in params:
         if p.dtype not in FLOAT_DTYPES:
             return f"a parameter is {p.dtype}, and float32, bfloat16 and float16 are fused"

@@ -39,9 +39,9 @@ class GatedScheduler(LRScheduler):
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance the scheduler if the parameters were updated since the last call; otherwise do nothing."""
-        updates = self.gate.updates
-        if updates != self.seen_updates:
-            self.seen_updates = updates
+        updates, seen = self.gate.updates, self.seen_updates
+        self.seen_updates = updates
+        if updates > seen:  # fewer where a state without the count was loaded: it begins anew
             self.scheduler.step(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fusedaccum.flat_buffer import FlatBuffer, in_memory_order, to_device
 from fusedaccum.options import NAME, Options, parameters
 from fusedaccum.rounding import RandomTable, Rounding, check_rounded
-from fusedaccum.rules import RULES, HyperTable, OptimizerState, why_not_fused
+from fusedaccum.rules import RULES, AdamRule, HyperTable, OptimizerState, why_not_fused
 
 
 def convert_moments(optimizer: Optimizer, param: Tensor, was: torch.dtype) -> None:
@@ -85,6 +85,7 @@ class FusedUpdate:
         # Masters of parameters that have no segment for now, because they are frozen or out of the groups: (master,
         # strides, `Masters.seen`).
         self.parked = WeakTensorKeyDictionary()
+        self._applied = 0  # buffers that the last call of `apply` has updated
 
     def side(self, buffer: FlatBuffer) -> _FusedSide:
         """What belongs to one flat buffer: state lists, masters, tables."""
@@ -153,6 +154,21 @@ class FusedUpdate:
         for buffer in buffers:
             self.side(buffer).prepare()
 
+    def stuck_moments(self) -> int:
+        """Parameters whose second moment is kept in bfloat16 and cannot decay there.
+
+        beta2 * v rounds back to v where 1 - beta2 is less than half of the spacing of bfloat16 numbers, which is 2^-8
+        of the smaller ones and 2^-9 of the larger ones.
+        """
+        if self.rule is not AdamRule or self.state_dtype is not None:
+            return 0
+        count = 0
+        for group in self.optimizer.param_groups:
+            beta2 = group["betas"][1]
+            if not isinstance(beta2, Tensor) and 1 - beta2 < 2.0**-8:
+                count += sum(p.requires_grad and p.dtype == torch.bfloat16 for p in group["params"])
+        return count
+
     def tables(self, buffer: FlatBuffer) -> list[Tensor]:
         """What a captured update reads beside the buffer and the optimizer's state."""
         side = self.side(buffer)
@@ -182,8 +198,18 @@ class FusedUpdate:
 
     def apply(self, buffers: list[FlatBuffer]) -> None:
         """Update every touched parameter. Reads `buffer.scalars` on the device, waits for nothing."""
+        self._applied = 0
         for buffer in buffers:
             self.side(buffer).apply()
+            self._applied += 1
+
+    def take_back(self, buffers: list[FlatBuffer]) -> bool:
+        """After `apply` raised: whether nothing was updated. The update is not counted then."""
+        if self._applied:
+            return False
+        for buffer in buffers:
+            buffer.uncount()
+        return True
         if self.rounding is not None:
             self.rounding.advance()
 
@@ -227,7 +253,7 @@ class _FusedSide:
         copies = []
         for k in self.segments:
             param = buffer.params[k]
-            if k not in buffer.special and param.is_contiguous():
+            if k not in buffer.special and param.is_contiguous() and not param.is_neg():
                 params[k] = param
             else:
                 params[k] = in_memory_order(param, buffer.strides[k])
@@ -273,13 +299,18 @@ class WrappedUpdate:
     def prepare(self, buffers: list[FlatBuffer]) -> None:
         pass
 
+    def take_back(self, buffers: list[FlatBuffer]) -> bool:
+        """After `apply` raised: what the optimizer has done is its own affair, as without us."""
+        return True
+
     def apply(self, buffers: list[FlatBuffer]) -> None:
         """Set `p.grad` of every touched parameter, call `optimizer.step()`, set it to None again.
 
         The gradients are the optimizer's to keep. They take the memory of a micro-batch's gradients, freed just before.
         A gradient that waits for the next `step()` when `flush()` is called is neither used nor lost.
         """
-        waiting = [(p, p.grad) for p in parameters(self.optimizer) if p.grad is not None]
+        there = [p for p in parameters(self.optimizer) if p.is_leaf or p.retains_grad]  # torch warns of the others
+        waiting = [(p, p.grad) for p in there if p.grad is not None]
         for param, _ in waiting:
             param.grad = None
         held = []

@@ -17,9 +17,9 @@ from fusedaccum.counts import Counts
 from fusedaccum.flat_buffer import FlatBuffer
 from fusedaccum.length import Length, Steps
 from fusedaccum.nonfinite import NonFinite
-from fusedaccum.notices import warn_low_precision, warn_open_window
+from fusedaccum.notices import warn_low_moments, warn_low_precision, warn_open_window
 from fusedaccum.options import NAME, PLAIN, WEIGHTED, Options, as_float64, check_params, parameters
-from fusedaccum.update import Update, choose
+from fusedaccum.update import FusedUpdate, Update, choose
 
 
 class Window:
@@ -44,6 +44,7 @@ class Window:
         self.graphs = capture.Graphs()
         self.closed = False
         self.saved = False  # whether the open window, as it is, was written out
+        self.midway = False  # something was written that is not counted yet: an interrupt may come just then
         self.counts = Counts()
         self.params: list[Tensor] = []
         self._unplaced: list[Tensor] = []
@@ -56,15 +57,21 @@ class Window:
     # What was chosen
 
     def choose_update(self, more: Sequence[Tensor] = ()) -> Update:
-        """See `update.choose`."""
-        return choose(self.optimizer, self.options, more)
+        """See `update.choose`. What holds a sum is updated, frozen or not."""
+        there = set(map(id, parameters(self.optimizer)))
+        touched = [buffer.params[k] for buffer in self.buffers for k in buffer.touched_segments()]
+        return choose(self.optimizer, self.options, [*more, *(p for p in touched if id(p) in there)])
 
     def warn_about_precision(self) -> None:
         """Say once that parameters of low precision lose small updates, and what helps."""
-        if self._warned or self.options.master_weights or self.options.rounding == "stochastic":
+        if self._warned:
             return
         low = [p for p in parameters(self.optimizer) if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)]
-        if low:
+        if self.options.master_weights or self.options.rounding == "stochastic":
+            if isinstance(self.update, FusedUpdate) and (stuck := self.update.stuck_moments()):
+                self._warned = True
+                warn_low_moments(stuck)
+        elif low:
             self._warned = True
             warn_low_precision(low, fused=self.update.name == "fused")
 
@@ -85,14 +92,15 @@ class Window:
         """Build the flat buffers anew where the parameters ask for it. also: a frozen parameter to make room for."""
         params = parameters(self.optimizer)
         check_params(params)
-        if (chosen := self.choose_update()).name != self.update.name:
+        if (chosen := self.choose_update([] if also is None else [also])).name != self.update.name:
             self.update = chosen
         for p in params:
             if (was := self._dtypes.get(p, p.dtype)) != p.dtype:
                 self.update.retype(p, was)
         old = self.buffers
         self.buffers = folding.build(params, old, self.options.backend, also)
-        self.nonfinite.keep_live(self.buffers)  # before sums are carried there, which are live
+        if self.nonfinite.counts:
+            self.keep_live()
         if self.buffers != old:
             folding.carry(old, self.buffers)
             self.update.replace(old, self.buffers)
@@ -139,11 +147,14 @@ class Window:
         self.locate()
         last = self.pending + 1 >= length
         kept = None
+        if isinstance(items, Tensor):
+            self.keep_live()  # whether it is 0, only the device knows
         if isinstance(items, float) and items == 0.0:
+            self.midway = True
             folding.discard(self.params)
         else:
             with self.graphs.adding(self) if capturing else nullcontext():
-                kept = folding.fold(self, scale, norm=last, found_inf=found_inf)
+                kept = folding.fold(self, scale, norm=last, found_inf=found_inf, items=items)
         if kept is not None or self.nonfinite.counts or self.nonfinite.kept is not None:
             self.nonfinite.count(1.0 if kept is None else kept)
             items = items if items is None or kept is None else folding.times(kept, items)
@@ -155,7 +166,8 @@ class Window:
             self.graphs.end_fold(self)
         self.pending += 1
         self.counts.nothing_updated()
-        self.saved = False
+        self.announced = None
+        self.saved = self.midway = False
 
     def check_mode(self, weighted: bool) -> None:
         """Refuse a micro-batch with item counts, or without, where the window cannot take it."""
@@ -258,7 +270,32 @@ class Window:
         if self.graphs.begin_window(self.buffers):
             self.length, self.mode = self.graphs.length, PLAIN
         self.announced = None
+        self.midway = self.boundary.in_pre_hook = False
         self.counts.nothing_updated()
+
+    def keep_live(self) -> None:
+        """Have the device note which segments were folded into."""
+        for buffer in self.buffers:
+            buffer.keep_live()
+
+    def check_open(self) -> None:
+        """Refuse to go on after `close()`."""
+        if self.closed:
+            raise RuntimeError(f"{NAME}: close() was called; wrap the optimizer again to go on accumulating")
+
+    def check_usable(self) -> None:
+        """`check_open` and `check_sound`."""
+        self.check_open()
+        self.check_sound()
+
+    def check_sound(self) -> None:
+        """Refuse to go on with a window that an interrupt has left half-way."""
+        if self.midway:
+            raise RuntimeError(
+                f"{NAME}: an earlier step() or flush() was interrupted half-way, and the window does not hold what it "
+                "counts; reset() drops it (the parameters may hold its update), load_state_dict() goes back to a saved "
+                "state"
+            )
 
     def nothing_to_flush(self) -> bool:
         """Whether the window is empty, which makes this call one that updated nothing."""

@@ -14,6 +14,7 @@ from wrapper_helpers import (
     let_go,
     recorded,
     tidy,  # noqa: F401
+    wrap,
 )
 
 WEIGHT_KINDS = {
@@ -243,3 +244,50 @@ def test_43_clipping_acts_on_the_window(update, reduction):
     assert toy.value == pytest.approx([-math.sqrt(0.5)] * 2, rel=2e-6)
     norm = math.sqrt(2) if reduction == "mean" else 2 * math.sqrt(2)
     assert float(toy.w.grad_norm) == pytest.approx(norm, rel=1e-6)
+
+
+@pytest.mark.parametrize("word", ["mean_of", "sum_of"])
+@pytest.mark.parametrize("zero", [0, torch.tensor(0), torch.tensor([0.0])], ids=["number", "tensor", "float tensor"])
+@pytest.mark.parametrize("update", ["fused", "wrapped"])
+@pytest.mark.parametrize("first", [True, False])
+def test_8_what_only_a_count_of_zero_touched_is_left_alone(zero, update, word, first):
+    """A number or a tensor that only the device reads: weight decay and step count see no gradient."""
+    p, q = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    w = wrap(AdamW([p, q], lr=0.1, weight_decay=0.5), 2, update=update)
+    micro = [(q, zero), (p, 3)] if first else [(p, 3), (q, zero)]
+    for param, count in micro:
+        param.grad = torch.ones(3)
+        w.step(**{word: count})
+    assert q.tolist() == [1, 1, 1]
+    assert not any(bool(value.any()) for value in w.state[q].values())
+    assert w.state[p]["step"] == 1
+    for _ in range(2):  # and no trace of it in the next window
+        for param in (p, q):
+            param.grad = torch.ones(3)
+        w.step(**{word: torch.tensor(2)})
+    assert (w.state[p]["step"], w.state[q]["step"]) == (2, 1)
+
+
+@pytest.mark.parametrize("zero", [0, torch.tensor(0)], ids=["number", "tensor"])
+@pytest.mark.parametrize("policy", ["propagate", "skip_window", "skip_micro", "raise"])
+@pytest.mark.parametrize("update", ["fused", "wrapped"])
+def test_8_what_counts_zero_may_hold_anything(zero, policy, update):
+    """The mean over 0 items is 0/0: not a number, and nobody's fault."""
+    toy = Toy(2, nonfinite=policy, update=update)
+    toy.micro(float("nan"), mean_of=zero)
+    toy.micro(4, mean_of=3)
+    assert (toy.value, toy.w.updates, toy.w.skipped_windows, toy.w.skipped_micro_batches) == (-4, 1, 0, 0)
+
+
+@pytest.mark.parametrize("update", ["fused", "wrapped"])
+def test_8_gradients_that_are_not_finite_and_counted_are_still_found(update):
+    toy = Toy(2, nonfinite="raise", update=update)
+    toy.backward(float("nan"))
+    with pytest.raises(FloatingPointError):
+        toy.w.step(mean_of=torch.tensor(3))
+    toy.w.zero_grad()
+    toy.w.reset()
+    toy = Toy(2, nonfinite="skip_micro", update=update)
+    toy.micro(float("nan"), mean_of=torch.tensor(3))
+    toy.micro(4, mean_of=torch.tensor(1))
+    assert (toy.value, toy.w.skipped_micro_batches) == (-4, 1)

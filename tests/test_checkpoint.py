@@ -13,6 +13,7 @@ from wrapper_helpers import (
     LOW_PRECISION,
     Toy,
     bits,
+    both_updates,
     extra_key,
     make_windows,
     params_of,
@@ -374,3 +375,36 @@ def test_masters_of_frozen_parameters_are_saved():
         train(each, wrapper, 6)
         assert torch.equal(each[0].detach(), torch.full((70,), 0.75 - 2.0**-8).bfloat16())
     assert all(map(torch.equal, model, other))
+
+
+@both_updates
+def test_a_warm_up_from_zero_whose_first_gradients_are_zero(update):
+    """It looks like torch.distributed.checkpoint making state; that says step(closure=None), loops do not."""
+    p = torch.nn.Parameter(torch.ones(1))
+    inner = AdamW([p], lr=1e-3)
+    torch.optim.lr_scheduler.LambdaLR(inner, lambda k: k / 10)
+    w = wrap(inner, 2, update=update)
+    for pending in (1, 0):
+        p.grad = torch.zeros(1)
+        w.step()
+        assert w.pending == pending
+    assert inner.state[p]["step"] == 1
+
+
+def test_a_lazy_module_before_its_first_forward():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.LazyLinear(2), torch.nn.Linear(2, 1))
+    w = wrap(SGD(model.parameters(), lr=1.0), 2)
+    saved, twin = w.state_dict(), copy.deepcopy(w)
+    twin.load_state_dict(saved)
+    x = torch.ones(1, 3)
+    for _ in range(2):
+        model(x).sum().backward()
+        w.step()
+    assert w.updates == 1
+    w.load_state_dict(saved)  # of the time when nobody knew the shapes
+    model(x).sum().backward()
+    w.step()
+    fresh = wrap(SGD(torch.nn.Sequential(torch.nn.LazyLinear(2), torch.nn.Linear(2, 1)).parameters(), lr=1.0), 2)
+    with pytest.raises(ValueError, match=r"parameter 0, which must be torch.float32 of shape None"):
+        fresh.load_state_dict(w.state_dict())

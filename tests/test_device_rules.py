@@ -209,3 +209,20 @@ def test_reading_the_norm_is_what_waits():
     optimizer, _ = run("adamw", {}, ITEMS["no counts"], torch.float32)
     with pytest.raises(RuntimeError, match="meta"):
         print(optimizer.grad_norm)
+
+
+@pytest.mark.parametrize("options", [{"nonfinite": "skip_micro"}, {"amp_scaling": True}, {}], ids=str)
+def test_parameters_added_inside_a_window_are_not_waited_for(options):
+    p, q = (torch.nn.Parameter(torch.empty(5, device=META)) for _ in range(2))
+    optimizer = wrap(AdamW([p], lr=0.1), 3, **options)
+    count = {} if options else {"mean_of": torch.empty((), device=META)}
+    with Copies() as copies:
+        p.grad = torch.empty(5, device=META)
+        optimizer.step(**count)
+        optimizer.add_param_group({"params": [q]})
+        for _ in range(2):
+            p.grad, q.grad = torch.empty(5, device=META), torch.empty(5, device=META)
+            optimizer.step(**count)
+    assert copies.blocking == []
+    assert calls.count("adam") == 1
+    assert optimizer._window.buffers[0].live is not None

@@ -371,3 +371,23 @@ def test_bits_of_a_wrapped_run_repeat():
         toy.run([torch.randn(20_000, generator=random) for _ in range(9)])
         runs.append((bits(toy.p), float(toy.w.grad_norm)))
     assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("kept", [{"master_weights": True}, {"rounding": "stochastic"}], ids=str)
+def test_a_second_moment_that_cannot_decay_warns(kept):
+    """0.999 * v is v in bfloat16: masters alone do not make AdamW right."""
+    p = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    with pytest.warns(UserWarning, match=r"(?s)second moments of 1 parameters.*state_dtype=torch.float32"):
+        wrap(AdamW([p], lr=0.1), 2, **kept)
+    for make, options in (
+        (lambda: AdamW([p], lr=0.1), {"state_dtype": torch.float32}),
+        (lambda: AdamW([p], lr=0.1), {"state_dtype": torch.bfloat16}),  # as was asked for
+        (lambda: AdamW([p], lr=0.1, betas=(0.9, 0.95)), {}),
+        (lambda: SGD([p], lr=0.1, momentum=0.9), {}),
+        (lambda: AdamW([torch.nn.Parameter(torch.ones(3))], lr=0.1), {}),
+    ):
+        with recorded() as caught:
+            wrap(make(), 2, **kept, **options)
+        assert not caught
+    stuck = torch.tensor(1.0, dtype=torch.bfloat16) * 0.999
+    assert stuck == 1  # what the warning is about

@@ -12,6 +12,7 @@ from wrapper_helpers import (
     LOW_PRECISION,
     MAKERS,
     assert_within_budget,
+    bits,
     both_updates,
     make_params,
     make_windows,
@@ -314,3 +315,51 @@ def test_an_optimizer_that_was_used_before_it_is_wrapped(options, dtype):
         assert_within_budget(mine, theirs, exact)
         assert ours.state[mine]["step"].item() == 6
         assert ours.state[mine]["exp_avg"].dtype == options.get("state_dtype", dtype)
+
+
+@pytest.mark.parametrize("through", ["group", "load"])
+@pytest.mark.parametrize("kind", ["complex", "shared"])
+def test_what_cannot_be_fused_is_frozen_inside_a_window(kind, through):
+    """It still holds a sum, so the update stays the wrapped one until the window is over."""
+
+    def make():
+        if kind == "complex":
+            frozen = [torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))]
+        else:
+            storage = torch.ones(3)
+            frozen = [torch.nn.Parameter(storage[:2]), torch.nn.Parameter(storage[1:])]
+        q = torch.nn.Parameter(torch.ones(2))
+        return frozen, q, wrap(AdamW([*frozen, q], lr=0.1), 2)
+
+    frozen, q, w = make()
+    for p in (*frozen, q):
+        p.grad = torch.ones_like(p)
+    w.step()
+    if through == "group":
+        frozen[0].requires_grad_(False)
+        w.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    else:
+        saved = w.state_dict()
+        frozen, q, w = make()
+        frozen[0].requires_grad_(False)
+        w.load_state_dict(saved)
+    q.grad = torch.ones(2)
+    w.step()
+    assert (w.updates, w.pending) == (1, 0)
+    assert q.tolist() == pytest.approx([0.899] * 2, abs=1e-6)
+    assert frozen[0][0].item() == pytest.approx(0.899, abs=1e-6)
+    assert update_in_use(w) == "wrapped" or through == "group"
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+@both_updates
+def test_a_parameter_that_is_negated_lazily(make, update):
+    results = []
+    for start in (torch._neg_view(-torch.ones(4)), torch.ones(4)):
+        p = torch.nn.Parameter(start)
+        w = wrap(make([p]), 1, update=update)
+        for _ in range(2):
+            p.grad = torch.full((4,), 0.5)
+            w.step()
+        results.append(bits(p.detach().resolve_neg()))
+    assert results[0] == results[1]

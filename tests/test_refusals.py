@@ -73,6 +73,7 @@ UNKNOWN = [
     ("amp_scaling", 1, ["1", "True", "False"]),
     ("amp_scaling", None, ["None", "True", "False"]),
     ("reduction", "avg", ["avg", "mean", "sum"]),
+    ("rounding_seed", 5, ["5", "stochastic"]),
     ("reduction", None, ["None", "mean", "sum"]),
     ("fold", "later", ["later", "step"]),
     ("nonfinite", "ignore", ["ignore", "propagate", "skip_window", "skip_micro", "raise"]),

@@ -247,3 +247,21 @@ def test_stepping_an_ungated_schedule_every_micro_batch_says_nothing():
             toy.micro(1)
             schedule.step()
     assert toy.w.param_groups[0]["lr"] == 0.5**4
+
+
+def test_a_count_of_updates_that_begins_anew():
+    """A bare optimizer's dict has no count: the gate follows the new one, and nothing is stepped for the old."""
+    toy = Toy(1, lr=1.0)
+    gated = GatedScheduler(torch.optim.lr_scheduler.StepLR(toy.w, 1, gamma=0.5), toy.w)
+    for _ in range(2):
+        toy.micro(1)
+        gated.step()
+    saved = gated.state_dict()
+    again = Toy(1, lr=0.25)
+    other = GatedScheduler(torch.optim.lr_scheduler.StepLR(again.w, 1, gamma=0.5), again.w)
+    other.load_state_dict(saved)
+    other.step()
+    assert again.w.param_groups[0]["lr"] == 0.25
+    again.micro(1)
+    other.step()
+    assert again.w.param_groups[0]["lr"] == 0.125

@@ -13,7 +13,7 @@ from torch.optim import SGD, AdamW
 
 from fusedaccum import FusedAccumOptimizer, folding
 
-LOW_PRECISION = pytest.mark.filterwarnings("ignore:(?s).*master_weights")
+LOW_PRECISION = pytest.mark.filterwarnings("ignore:(?s).*(master_weights|state_dtype)")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAKERS = {
     "adamw": lambda params: AdamW(params, lr=0.05, weight_decay=0.3),
