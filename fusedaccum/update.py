@@ -202,6 +202,8 @@ class FusedUpdate:
         for buffer in buffers:
             self.side(buffer).apply()
             self._applied += 1
+        if self.rounding is not None:
+            self.rounding.advance()
 
     def take_back(self, buffers: list[FlatBuffer]) -> bool:
         """After `apply` raised: whether nothing was updated. The update is not counted then."""
@@ -210,8 +212,6 @@ class FusedUpdate:
         for buffer in buffers:
             buffer.uncount()
         return True
-        if self.rounding is not None:
-            self.rounding.advance()
 
 
 class _FusedSide:
