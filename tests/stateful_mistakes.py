@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 from fusedaccum import FusedAccumOptimizer, GatedScheduler, checkpoint, folding, window
+from fusedaccum.boundary import Boundary
 from fusedaccum.counts import Counts
 from fusedaccum.flat_buffer import FlatBuffer
 from fusedaccum.nonfinite import NonFinite
@@ -195,6 +196,19 @@ def raise_counts_the_micro_batch_that_it_refused(monkeypatch):
 def a_policy_looks_at_half_of_the_gradients(monkeypatch):
     was = FlatBuffer.found_inf
     monkeypatch.setattr(FlatBuffer, "found_inf", lambda buffer, grads: was(buffer, [*grads[:-1], None]))
+
+
+@mistake
+def the_norm_of_a_window_without_items_is_an_earlier_one(monkeypatch):
+    was = Boundary.close
+
+    def close(boundary, w, *hooks):
+        before = w.norm
+        was(boundary, w, *hooks)
+        if w.norm == 0.0:
+            w.norm = before
+
+    monkeypatch.setattr(Boundary, "close", close)
 
 
 # Saving and loading

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 from stateful_life import Life
-from stateful_mistakes import MISTAKES
+from stateful_mistakes_inputs import MISTAKES
 from wrapper_helpers import use_two_buffers
 
 LONG = int(os.environ.get("FUSEDACCUM_EXAMPLES", "0"))
@@ -76,4 +76,4 @@ def test_a_planted_mistake_is_found(plant, monkeypatch):
     with pytest.raises((AssertionError, ValueError, RuntimeError)) as found:
         run(Life, phases=[Phase.generate])
     # What the machine asserts, or what the package raises where nothing should be; not a mistake of the plant itself.
-    assert found.traceback[-1].path.name != "stateful_mistakes.py"
+    assert not found.traceback[-1].path.name.startswith("stateful_mistakes")
