@@ -66,7 +66,10 @@ class Machine(RuleBasedStateMachine):
         options |= {"master_weights": low == "masters", "state_dtype": torch.float32 if low == "state" else None}
         options["rounding"] = "stochastic" if low == "stochastic" else "nearest"
         self.options = options
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3) if scaling else None
+        self.scaler = None
+        if scaling:
+            self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+            self.scaler.scale(torch.ones(1))  # it is ready from then on
         # NaN in the parameters hides what comes after: without a policy against it, let it be rare.
         self.poison = policy != "propagate" or poison == 0
         self.dtypes = LOW[low]
