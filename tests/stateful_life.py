@@ -72,8 +72,6 @@ class Life(Scaled):
         """From outside. Values never come back, so that it does not matter when a master takes them up."""
         k %= len(self.params)
         p, m = self.params[k], self.model.params[k]
-        if not p.requires_grad and how in ("same", "moved"):
-            return  # the master of a frozen parameter may be forgotten at any write
         self.serial += 1
         value = (pattern(p.numel()) * (8 + self.serial % 64) / 8).to(p.dtype)
         if how == "through data" and not (self.options["master_weights"] and p.dtype != torch.float32):
