@@ -6,6 +6,8 @@ tests/test_stateful.py runs them all, and plants mistakes that they must find.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -42,9 +44,10 @@ RULES = {
 
 
 class Machine(RuleBasedStateMachine):
-    """Micro-batches and windows. backend: of the wrapper."""
+    """Micro-batches and windows. backend: of the wrapper. chosen: what is not drawn of how it begins."""
 
     backend = "compiled"
+    chosen: ClassVar[dict] = {}
 
     # Beginning
 
@@ -58,6 +61,9 @@ class Machine(RuleBasedStateMachine):
         poison=st.integers(0, 3),
         scaling=st.sampled_from([None, None, "amp_scaling", "without it"]),
     )
+    def initialize(self, **drawn):
+        self.begin(**(drawn | self.chosen))
+
     def begin(self, name, precision, policy, reduction, max_norm, steps, poison, scaling):
         update, low = precision
         self.kind, self.rule_of, self.extra = RULES[name]

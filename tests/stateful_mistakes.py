@@ -18,9 +18,19 @@ MISTAKES = {}
 
 
 def mistake(plant):
-    """Register `plant`, which is called with a MonkeyPatch."""
-    MISTAKES[plant.__name__] = plant
+    """Register `plant`, which is called with a MonkeyPatch, to be looked for by the whole machine."""
+    MISTAKES[plant.__name__] = plant, {}
     return plant
+
+
+def mistake_where(**chosen):
+    """To be looked for by a machine that is begun with these choices, of which only few beginnings have all."""
+
+    def register(plant):
+        MISTAKES[plant.__name__] = plant, chosen
+        return plant
+
+    return register
 
 
 def after(monkeypatch, owner, name, then):

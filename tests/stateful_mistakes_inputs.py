@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import torch
-from stateful_mistakes import MISTAKES, after, mistake
+from stateful_mistakes import MISTAKES, after, mistake, mistake_where
 
 from fusedaccum import FusedAccumOptimizer, amp, flat_buffer
 from fusedaccum.flat_buffer import FlatBuffer
@@ -57,17 +57,17 @@ def _verdict(monkeypatch, change):
     monkeypatch.setattr(amp, "verdict", verdict)
 
 
-@mistake
+@mistake_where(scaling="amp_scaling")
 def a_scale_is_not_taken_out(monkeypatch):
     _verdict(monkeypatch, lambda _, scale, found_inf: (None, found_inf))
 
 
-@mistake
+@mistake_where(scaling="amp_scaling")
 def an_overflow_is_folded(monkeypatch):
     _verdict(monkeypatch, lambda _, scale, found_inf: (scale, None))
 
 
-@mistake
+@mistake_where(scaling="amp_scaling")
 def a_scale_holds_for_ever(monkeypatch):
     def first(optimizer, scale, found_inf):
         if scale is not None:
@@ -77,7 +77,7 @@ def a_scale_holds_for_ever(monkeypatch):
     _verdict(monkeypatch, first)
 
 
-@mistake
+@mistake_where(scaling="amp_scaling", policy="propagate", reduction="mean")
 def an_overflow_counts_in_the_mean(monkeypatch):
     def count(policy, kept):
         if policy.policy != "skip_micro":
@@ -103,7 +103,7 @@ def _bits_of_rounded(monkeypatch, change):
     after(monkeypatch, FusedUpdate, "apply", apply)
 
 
-@mistake
+@mistake_where(precision=("fused", "stochastic"))
 def stochastic_rounding_takes_the_neighbour_after_the_next(monkeypatch):
     def away(values):
         if values.dtype == torch.bfloat16:
@@ -112,16 +112,16 @@ def stochastic_rounding_takes_the_neighbour_after_the_next(monkeypatch):
     _bits_of_rounded(monkeypatch, away)
 
 
-@mistake
+@mistake_where(precision=("fused", "stochastic"))
 def stochastic_rounding_rounds_float32_too(monkeypatch):
     _bits_of_rounded(monkeypatch, lambda values: values.copy_(values.bfloat16()))
 
 
-@mistake
+@mistake_where(precision=("fused", "stochastic"))
 def random_numbers_begin_anew_after_loading(monkeypatch):
     monkeypatch.setattr(Rounding, "load", lambda rounding, saved: None)
 
 
-@mistake
+@mistake_where(precision=("fused", "stochastic"))
 def random_numbers_are_those_of_the_last_update(monkeypatch):
     monkeypatch.setattr(Rounding, "advance", lambda rounding: None)

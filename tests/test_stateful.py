@@ -69,11 +69,12 @@ def test_two_buffers(monkeypatch):
     run(Life, LONG or EXAMPLES // 5)
 
 
-@pytest.mark.parametrize("plant", MISTAKES.values(), ids=MISTAKES)
-def test_a_planted_mistake_is_found(plant, monkeypatch):
+@pytest.mark.parametrize(("plant", "chosen"), MISTAKES.values(), ids=MISTAKES)
+def test_a_planted_mistake_is_found(plant, chosen, monkeypatch):
     """With the budget of `test_compiled`, and without the search for a shorter sequence."""
     plant(monkeypatch)
+    machine = type("Chosen", (Life,), {"chosen": chosen}) if chosen else Life
     with pytest.raises((AssertionError, ValueError, RuntimeError)) as found:
-        run(Life, phases=[Phase.generate])
+        run(machine, phases=[Phase.generate])
     # What the machine asserts, or what the package raises where nothing should be; not a mistake of the plant itself.
     assert not found.traceback[-1].path.name.startswith("stateful_mistakes")
