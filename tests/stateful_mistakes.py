@@ -8,6 +8,7 @@ from fusedaccum import FusedAccumOptimizer, GatedScheduler, checkpoint, folding,
 from fusedaccum.boundary import Boundary
 from fusedaccum.counts import Counts
 from fusedaccum.flat_buffer import FlatBuffer
+from fusedaccum.length import Length
 from fusedaccum.nonfinite import NonFinite
 from fusedaccum.ops import FRESH, TOUCHED
 from fusedaccum.options import PLAIN
@@ -282,6 +283,23 @@ def steps_hold_at_once(monkeypatch):
         opt._window.length = value(opt.updates) if callable(value) else value
 
     monkeypatch.setattr(FusedAccumOptimizer, "steps", property(was.fget, at_once))
+
+
+@mistake
+def a_function_for_steps_is_given_skipped_windows_too(monkeypatch):
+    def length_now(w):
+        if w.pending or w.coming.is_fixed:
+            return was(w)
+        return w.coming.of_update(lambda: w.updates + w.counts.skipped_windows)
+
+    was = Window.length_now
+    monkeypatch.setattr(Window, "length_now", length_now)
+
+
+@mistake
+def a_function_for_steps_is_asked_once(monkeypatch):
+    was = Length.of_update
+    monkeypatch.setattr(Length, "of_update", lambda length, index: was(length, lambda: 0))
 
 
 @mistake
