@@ -22,7 +22,7 @@ LOW = {
     "stochastic": (torch.float32, torch.bfloat16, torch.bfloat16),
 }
 PRECISION = [("wrapped", None), ("wrapped", "plain"), ("wrapped", "plain"), ("fused", None), ("fused", "plain")]
-PRECISION += [("fused", "masters")] * 2 + [("fused", "state"), ("fused", "stochastic")]
+PRECISION += [("fused", "masters")] * 2 + [("fused", "state")] + [("fused", "stochastic")] * 2
 
 
 @dataclass(frozen=True)
