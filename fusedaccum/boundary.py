@@ -38,6 +38,7 @@ class Boundary:
         """
         touched = _touched(window)
         if _is_empty(window, touched):
+            window.norm = 0.0
             window.reset()
             return
         if window.nonfinite.may_skip and window.update.name == "wrapped" and self._is_skipped_now(window, touched):
@@ -54,6 +55,7 @@ class Boundary:
             self._take_back(window)
             raise
         if not touched:  # a hook has taken away what there was to update
+            window.norm = 0.0
             window.reset()
             return
         window.midway = True

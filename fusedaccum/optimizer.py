@@ -269,7 +269,8 @@ class FusedAccumOptimizer(Optimizer):
     @property
     def grad_norm(self) -> float | None:
         """Global L2 norm of what the last window updated with (its mean, or its sum), before clipping; None before the
-        first. Reading it waits for the device.
+        first. Of one that was skipped: infinity or NaN; 0 where it had nothing to update with: no gradient, item counts
+        that were all zero, every micro-batch left out. Reading it waits for the device.
         """
         return self._window.grad_norm
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fusedaccum.flat_buffer import FlatBuffer, in_memory_order, to_device
+from fusedaccum.flat_buffer import FlatBuffer, dense_stride, in_memory_order, to_device
 from fusedaccum.options import NAME, Options, parameters
 from fusedaccum.rounding import RandomTable, Rounding, check_rounded
 from fusedaccum.rules import RULES, AdamRule, HyperTable, OptimizerState, why_not_fused
@@ -24,6 +24,11 @@ def convert_moments(optimizer: Optimizer, param: Tensor, was: torch.dtype) -> No
     for key, value in entries.items():
         if key != "step" and isinstance(value, Tensor) and value.dtype == was and value.dim() == param.dim():
             entries[key] = value.to(param.dtype)
+
+
+def _take_up(master: Tensor, values: Tensor) -> None:
+    """Derive `master` again where it does not round to `values`, those of its parameter."""
+    master.copy_(torch.where(master.to(values.dtype) == values, master, values.float()))
 
 
 class Masters:
@@ -52,8 +57,7 @@ class Masters:
             if self.tensors[k] is self.buffer.absent:
                 self.tensors[k] = values.float() if param.numel() else self.buffer.absent
             else:
-                master = self.tensors[k]
-                master.copy_(torch.where(master.to(values.dtype) == values, master, values.float()))
+                _take_up(self.tensors[k], values)
             self.seen[k] = state
 
     def is_current(self, k: int) -> bool:
@@ -128,10 +132,17 @@ class FusedUpdate:
         return masters.tensors[k].as_strided(buffer.shapes[k], buffer.strides[k])
 
     def parked_master(self, param: Tensor) -> Tensor | None:
-        """The master of a parameter without a segment, in its shape; None where there is none, or for other values."""
+        """The master of a parameter without a segment, in its shape, brought up to date; None where there is none."""
         master, stride, seen = self.parked.get(param, (None, (), None))
-        if master is None or seen != (param._version, param.data_ptr()):
+        if master is None or param.dtype == torch.float32 or param.numel() != master.numel():
             return None
+        if dense_stride(param) != stride:
+            return None
+        # One that was loaded, and then given up with its segment, was never seen with its parameter.
+        if seen != (state := (param._version, param.data_ptr())):
+            master = master.to(param.device)
+            _take_up(master, in_memory_order(param, stride))
+            self.parked[param] = (master, stride, state)
         return master.as_strided(param.shape, stride)
 
     def put_master(self, buffer: FlatBuffer, k: int, master: Tensor) -> None:

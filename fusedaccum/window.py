@@ -49,7 +49,7 @@ class Window:
         self.params: list[Tensor] = []
         self._unplaced: list[Tensor] = []
         self._dtypes: dict[Tensor, torch.dtype] = {}
-        self.norm: Tensor | None = None  # of what the last window updated with
+        self.norm: Tensor | float | None = None  # of what the last window updated with
         self.boundary = Boundary()
         self._warned = False
         self.update = self.choose_update()
@@ -347,7 +347,7 @@ class Window:
         """What a copy of a wrapper has beyond a saved window."""
         self.coming, self.announced = Length(steps), announced
         self.counts.set(self.counts.updates, self.counts.skipped_windows, updated)
-        self.norm = None if grad_norm is None else torch.tensor(grad_norm, device="cpu")
+        self.norm = grad_norm
 
     def __del__(self) -> None:
         if getattr(self, "pending", 0) and not self.saved and not self.closed and not self.graphs.captured:

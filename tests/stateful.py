@@ -6,144 +6,81 @@ tests/test_stateful.py runs them all, and plants mistakes that they must find.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from stateful_model import NO_COUNT, UNKNOWN, Count, Model, Param, adamw, sgd
+from stateful_drawn import (
+    COUNTS,
+    EDITS,
+    LOW,
+    POLICIES,
+    PRECISION,
+    SIZES,
+    as_arguments,
+    bad_drawn,
+    calls_drawn,
+    close,
+    event,
+    grads_drawn,
+    pattern,
+    read,
+    sparse_drawn,
+    sparse_loss,
+    steps_drawn,
+    which,
+)
+from stateful_model import NO_COUNT, UNKNOWN, Model, Param, adamw, sgd
 from torch.optim.lr_scheduler import StepLR
 
 from fusedaccum import FusedAccumOptimizer, GatedScheduler
 
-SIZES = (1, 67, 3)
-MOST = 4  # parameters, those of groups that are added later included
 RULES = {
     "sgd": (torch.optim.SGD, sgd, {"momentum": 0.0, "dampening": 0.0}),
     "momentum": (torch.optim.SGD, sgd, {"momentum": 0.5, "dampening": 0.25}),
     "adamw": (torch.optim.AdamW, adamw, {"betas": (0.75, 0.875), "eps": 0.125}),
 }
-DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """`steps` as a function of the coming update."""
-
-    cycle: tuple
-
-    def __call__(self, update):
-        return self.cycle[update % len(self.cycle)]
-
-
-@dataclass(frozen=True)
-class Call:
-    """A micro-batch. bad: (parameter, value) that is not finite. count: an item count, used where the window already
-    counts items, or `counted` in one that is new. said: where the count is given. inside: the backward, of a closure.
-    """
-
-    grads: list
-    bad: tuple | None
-    count: Count
-    counted: bool
-    said: str
-    inside: bool
-
-
-# One draw each, of a list that says how often what comes: drawing is most of the machine's time.
-GRADIENTS = [None] * 8 + list(range(-8, 9))
-NOT_FINITE = [None] * 24 + [(k, bad) for k in range(MOST) for bad in (math.inf, -math.inf, math.nan)]
-COUNTS = [Count(word, n, on) for word in ("mean_of", "sum_of") for n in (0, 1, 2, 3, 0.5) for on in (False, True)]
-
-POLICIES = ["propagate", "skip_window", "skip_micro", "skip_micro", "raise"]
-EDITS = [None] + [(k, factor) for k in range(2) for factor in (0.5, 0.0, -2.0)]
-
-steps_drawn = st.integers(1, 4) | st.builds(Lengths, st.tuples(st.integers(1, 3), st.integers(1, 3)))
-grads_drawn = st.lists(st.sampled_from(GRADIENTS), min_size=MOST, max_size=MOST)
-bad_drawn = st.sampled_from(NOT_FINITE)
-calls_drawn = st.builds(
-    Call,
-    grads=grads_drawn,
-    bad=bad_drawn,
-    count=st.sampled_from(COUNTS),
-    counted=st.sampled_from([False, False, True]),
-    said=st.sampled_from(["step", "step", "before", "closure"]),
-    inside=st.booleans(),
-)
-few_calls = st.lists(calls_drawn, max_size=3)
-which = st.integers(0, MOST - 1)
-
-
-def event(**drawn):
-    """A rule after which some micro-batches follow: what it has done to the window shows in them."""
-
-    def decorate(function):
-        def with_calls(self, then, **given):
-            function(self, **given)
-            self.agree()
-            self.make_calls(then)
-
-        with_calls.__name__ = function.__name__
-        return rule(then=few_calls, **drawn)(with_calls)
-
-    return decorate
-
-
-def pattern(n: int) -> torch.Tensor:
-    """Elements that differ, all powers of two: sums of integers times these are exact."""
-    k = torch.arange(n)
-    return (1 - 2.0 * (k % 2)) * 2.0 ** ((k * 5) % 3 - 1)
-
-
-def read(tensor) -> torch.Tensor:
-    return tensor.detach().double().clone()
-
-
-def as_arguments(count) -> dict:
-    return {count.word: torch.tensor(count.items) if count.on_device else count.items} if count.word else {}
-
-
-def close(seen, want, error, what):
-    """Elements that are not finite must be the same, the others within their error."""
-    seen = read(seen)
-    same = (seen == want) | (seen.isnan() & want.isnan())
-    wrong = ~(same | ((seen - want).abs() <= error))
-    if bool(wrong.any()):
-        error = torch.as_tensor(error, dtype=torch.float64).expand_as(want)
-        raise AssertionError(
-            f"{what}: {int(wrong.sum())} elements differ, the first is {seen[wrong][0]:.9g}, not {want[wrong][0]:.9g} "
-            f"within {error[wrong][0]:.3g}"
-        )
 
 
 class Machine(RuleBasedStateMachine):
-    """Micro-batches and windows. backend: of the wrapper."""
+    """Micro-batches and windows. backend: of the wrapper. chosen: what is not drawn of how it begins."""
 
     backend = "compiled"
+    chosen: ClassVar[dict] = {}
 
     # Beginning
 
     @initialize(
         name=st.sampled_from(["sgd", "momentum", "momentum", "adamw", "adamw"]),
-        update=st.sampled_from(["fused", "wrapped"]),
+        precision=st.sampled_from(PRECISION),
         policy=st.sampled_from(POLICIES),
         reduction=st.sampled_from(["mean", "mean", "sum"]),
         max_norm=st.sampled_from([None, None, 1.0, 8.0]),
-        low=st.sampled_from([None, "masters", "state", "plain"]),
         steps=steps_drawn,
         poison=st.integers(0, 3),
+        scaling=st.sampled_from([None, None, "amp_scaling", "without it"]),
     )
-    def begin(self, name, update, policy, reduction, max_norm, low, steps, poison):
+    def initialize(self, **drawn):
+        self.begin(**(drawn | self.chosen))
+
+    def begin(self, name, precision, policy, reduction, max_norm, steps, poison, scaling):
+        update, low = precision
         self.kind, self.rule_of, self.extra = RULES[name]
         options = {"update": update, "nonfinite": policy, "reduction": reduction, "max_norm": max_norm}
+        options["amp_scaling"] = scaling == "amp_scaling" and policy != "raise"
         options |= {"master_weights": low == "masters", "state_dtype": torch.float32 if low == "state" else None}
-        if update == "wrapped":
-            options |= {"master_weights": False, "state_dtype": None}
+        options["rounding"] = "stochastic" if low == "stochastic" else "nearest"
         self.options = options
+        self.scaler = None
+        if scaling:
+            self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+            self.scaler.scale(torch.ones(1))  # it is ready from then on
         # NaN in the parameters hides what comes after: without a policy against it, let it be rare.
         self.poison = policy != "propagate" or poison == 0
-        self.dtypes = DTYPES if low else (torch.float32,)
+        self.dtypes = LOW[low]
+        if scaling and not options["amp_scaling"]:  # the scaler unscales no float16
+            self.dtypes = tuple(torch.bfloat16 if d == torch.float16 else d for d in self.dtypes)
         self.params, self.serial = [], 0
         groups = [self.new_group(SIZES[:2], 0.25), self.new_group(SIZES[2:], 0.125)]
         self.inner = self.kind(groups)
@@ -211,20 +148,28 @@ class Machine(RuleBasedStateMachine):
 
     # Micro-batches
 
-    def backward(self, grads, bad):
+    def backward(self, grads, bad, sparse=(), scaled=False):
         """What a backward leaves: gradients add up in the parameter's dtype."""
+        scale = self.scaler.scale if scaled else lambda loss: loss
         for k, (p, m) in enumerate(zip(self.params, self.model.params, strict=True)):
             if grads[k] is None or not p.requires_grad:
                 continue
             values = pattern(p.numel()) * grads[k] / 4
-            if bad is not None and bad[0] == k and self.poison:
+            if bad is not None and bad[0] == k and (self.poison or scaled):
                 values[-1] = bad[1]
-            (p * values.to(p.dtype)).sum().backward()
-            m.grad = values.double() if m.grad is None else (m.grad + values.double()).to(m.dtype).double()
+            # torch adds no sparse gradients up in 16 bits.
+            is_sparse = k in sparse and (p.grad is None or p.dtype == torch.float32)
+            by_torch = is_sparse or (p.grad is not None and p.grad.is_sparse)
+            scale(sparse_loss(p, values) if is_sparse else (p * values.to(p.dtype)).sum()).backward()
+            if by_torch:
+                m.grad = read(p.grad)
+                continue
+            values = values.double() * (self.scaler.get_scale() if scaled else 1.0)
+            m.grad = values if m.grad is None else (m.grad + values).to(m.dtype).double()
 
-    @event(grads=grads_drawn, bad=bad_drawn)
-    def only_backward(self, grads, bad):
-        self.backward(grads, bad)
+    @event(grads=grads_drawn, bad=bad_drawn, sparse=sparse_drawn)
+    def only_backward(self, grads, bad, sparse):
+        self.backward(grads, bad, sparse)
 
     @rule(calls=st.lists(calls_drawn, min_size=2, max_size=6))
     def micro_batches(self, calls):
@@ -234,11 +179,11 @@ class Machine(RuleBasedStateMachine):
     def flush(self):
         self.flush_window()
 
-    @rule(calls=st.lists(calls_drawn, min_size=1, max_size=3), waiting=grads_drawn)
-    def short_window(self, calls, waiting):
+    @rule(calls=st.lists(calls_drawn, min_size=1, max_size=3), waiting=grads_drawn, sparse=sparse_drawn)
+    def short_window(self, calls, waiting, sparse):
         """waiting: gradients that flush() finds, and that belong to the next step()."""
         self.make_calls(calls)
-        self.backward(waiting, None)
+        self.backward(waiting, None, sparse)
         self.flush_window()
 
     def make_calls(self, calls):
@@ -246,18 +191,21 @@ class Machine(RuleBasedStateMachine):
             self.one_call(call)
             self.agree()
 
+    def counted(self, call):
+        """The item count that the call has to give, and where."""
+        if self.model.announced is not None:
+            return self.model.announced, "already"
+        counts = self.model.weighted if self.model.calls else call.counted
+        return (call.count if counts and self.options["reduction"] == "mean" else NO_COUNT), call.said
+
     def one_call(self, call):
         """One whole micro-batch."""
-        count, said = call.count, call.said
-        if self.options["reduction"] == "sum" or not (self.model.weighted if self.model.calls else call.counted):
-            count = NO_COUNT
-        if self.model.announced is not None:
-            count, said = self.model.announced, "already"
+        count, said = self.counted(call)
         if said == "before":
             self.announce(count)
 
         def closure():
-            self.backward(call.grads, call.bad)
+            self.backward(call.grads, call.bad, call.sparse)
             if said == "closure":
                 self.announce(count)
             self.must_raise = self.model.will_raise(count)
@@ -315,7 +263,10 @@ class Machine(RuleBasedStateMachine):
 
     @event(to_none=st.booleans(), whose=st.sampled_from(["wrapper", "optimizer"]))
     def zero_grad(self, to_none, whose):
-        (self.w if whose == "wrapper" else self.inner).zero_grad(set_to_none=to_none)
+        self.forget_gradients(self.w if whose == "wrapper" else self.inner, to_none)
+
+    def forget_gradients(self, owner, to_none=True):
+        owner.zero_grad(set_to_none=to_none)
         for m in self.model.params:
             m.grad = None if to_none or m.grad is None else torch.zeros_like(m.grad)
 
@@ -358,7 +309,7 @@ class Machine(RuleBasedStateMachine):
     def agree_on_norm(self):
         norm = self.w.grad_norm
         if self.model.norm is None:
-            assert norm is None
+            assert norm is None, f"grad_norm is {norm}"
         elif self.model.norm is not UNKNOWN:
             want = torch.tensor([self.model.norm], dtype=torch.float64)
             close(torch.tensor([norm]), want, self.model.norm_error, "grad_norm")

@@ -10,11 +10,10 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition
-from stateful import (
+from stateful_drawn import (
     COUNTS,
     MOST,
     POLICIES,
-    Machine,
     close,
     event,
     few_calls,
@@ -25,6 +24,7 @@ from stateful import (
     which,
 )
 from stateful_model import NO_COUNT
+from stateful_scaler import Scaled
 from wrapper_helpers import refused
 
 from fusedaccum import FusedAccumOptimizer
@@ -53,7 +53,7 @@ def must_warn(words, expected):
         yield
 
 
-class Life(Machine):
+class Life(Scaled):
     # Parameters
 
     @precondition(lambda self: len(self.params) < MOST)
@@ -72,8 +72,6 @@ class Life(Machine):
         """From outside. Values never come back, so that it does not matter when a master takes them up."""
         k %= len(self.params)
         p, m = self.params[k], self.model.params[k]
-        if not p.requires_grad and how in ("same", "moved"):
-            return  # the master of a frozen parameter may be forgotten at any write
         self.serial += 1
         value = (pattern(p.numel()) * (8 + self.serial % 64) / 8).to(p.dtype)
         if how == "through data" and not (self.options["master_weights"] and p.dtype != torch.float32):
@@ -93,12 +91,28 @@ class Life(Machine):
     def save(self):
         self.put_on_shelf()
 
-    def put_on_shelf(self):
-        saved = copy.deepcopy(self.w.state_dict())
+    def saved(self):
+        """What the wrapper saves, and what the model does."""
+        saved = self.w.state_dict()
+        self.agree_on_rounding(saved[KEY]["rounding"])
         model = self.model.save()
         for k, (entry, master) in enumerate(zip(model["params"], saved[KEY]["masters"], strict=True)):
             self.agree_on_master(k, entry, master)
+        return saved, model
+
+    def put_on_shelf(self):
+        saved, model = copy.deepcopy(self.saved())
         self.shelf = [*self.shelf[-1:], (saved, model, self.gate.state_dict(), self.model.seen)]
+
+    def agree_on_rounding(self, state):
+        """Seed and number of the next update: a skipped one may have its number, an applied one has."""
+        if self.options["rounding"] == "nearest":
+            assert state == ()
+            return
+        (seed, number), (least, most) = state, self.model.drawn
+        assert seed == 0
+        assert least <= number <= most, f"random numbers were drawn for {number} updates, not {least} to {most}"
+        self.model.drawn = number, number
 
     def agree_on_master(self, k, entry, master):
         if master is None:
@@ -147,7 +161,7 @@ class Life(Machine):
     @event()
     def load_itself(self):
         """The live dict, as accelerate does it."""
-        self.load_dict(self.w.state_dict(), self.model.save())
+        self.load_dict(*self.saved())
 
     @event(how=st.sampled_from(["deepcopy", "pickle"]), count=st.sampled_from([*COUNTS, *[NO_COUNT] * 10]))
     def copy(self, how, count):
@@ -175,6 +189,7 @@ class Life(Machine):
                 "reduction": st.sampled_from(["mean", "mean", "sum"]),
                 "nonfinite": st.sampled_from(POLICIES),
                 "max_norm": st.sampled_from([None, 1.0]),
+                "amp_scaling": st.booleans(),
             }
         ),
         how=st.sampled_from(["after a restart", "and load", "only"]),
@@ -182,13 +197,11 @@ class Life(Machine):
     def wrap_again(self, steps, changed, how):
         """And load what the old wrapper saved, around new objects after a restart."""
         fresh, load = how == "after a restart", how != "only"
-        saved, model = copy.deepcopy(self.w.state_dict()), self.model.save()
+        saved, model = copy.deepcopy(self.saved())
         self.close()
-        if changed["nonfinite"] == "propagate" and self.poison:
-            del changed["nonfinite"]
         if load and self.model.weighted:
             changed["reduction"] = "mean"
-        self.options = self.options | changed
+        self.change_options(**changed)
         if fresh:
             self.make_anew()
         self.w = FusedAccumOptimizer(self.inner, steps=steps, backend=self.backend, **self.options)
@@ -196,6 +209,16 @@ class Life(Machine):
         if load:
             self.load_dict(saved, model)
         self.attach()
+
+    def change_options(self, nonfinite, amp_scaling, **others):
+        options = self.options | others
+        if self.scaler is not None and torch.float16 not in self.dtypes:
+            options["amp_scaling"] = amp_scaling
+        if not (nonfinite == "propagate" and self.poison) and not (nonfinite == "raise" and options["amp_scaling"]):
+            options["nonfinite"] = nonfinite
+        if options["nonfinite"] == "raise":
+            options["amp_scaling"] = False
+        self.options = options
 
     def close(self):
         with must_warn("open window", self.model.calls > 0):

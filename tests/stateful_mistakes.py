@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 
 from fusedaccum import FusedAccumOptimizer, GatedScheduler, checkpoint, folding, window
+from fusedaccum.boundary import Boundary
 from fusedaccum.counts import Counts
 from fusedaccum.flat_buffer import FlatBuffer
+from fusedaccum.length import Length
 from fusedaccum.nonfinite import NonFinite
 from fusedaccum.ops import FRESH, TOUCHED
 from fusedaccum.options import PLAIN
@@ -17,9 +19,19 @@ MISTAKES = {}
 
 
 def mistake(plant):
-    """Register `plant`, which is called with a MonkeyPatch."""
-    MISTAKES[plant.__name__] = plant
+    """Register `plant`, which is called with a MonkeyPatch, to be looked for by the whole machine."""
+    MISTAKES[plant.__name__] = plant, {}
     return plant
+
+
+def mistake_where(**chosen):
+    """To be looked for by a machine that is begun with these choices, of which only few beginnings have all."""
+
+    def register(plant):
+        MISTAKES[plant.__name__] = plant, chosen
+        return plant
+
+    return register
 
 
 def after(monkeypatch, owner, name, then):
@@ -197,6 +209,19 @@ def a_policy_looks_at_half_of_the_gradients(monkeypatch):
     monkeypatch.setattr(FlatBuffer, "found_inf", lambda buffer, grads: was(buffer, [*grads[:-1], None]))
 
 
+@mistake
+def the_norm_of_a_window_without_items_is_an_earlier_one(monkeypatch):
+    was = Boundary.close
+
+    def close(boundary, w, *hooks):
+        before = w.norm
+        was(boundary, w, *hooks)
+        if w.norm == 0.0:
+            w.norm = before
+
+    monkeypatch.setattr(Boundary, "close", close)
+
+
 # Saving and loading
 
 
@@ -258,6 +283,23 @@ def steps_hold_at_once(monkeypatch):
         opt._window.length = value(opt.updates) if callable(value) else value
 
     monkeypatch.setattr(FusedAccumOptimizer, "steps", property(was.fget, at_once))
+
+
+@mistake
+def a_function_for_steps_is_given_skipped_windows_too(monkeypatch):
+    def length_now(w):
+        if w.pending or w.coming.is_fixed:
+            return was(w)
+        return w.coming.of_update(lambda: w.updates + w.counts.skipped_windows)
+
+    was = Window.length_now
+    monkeypatch.setattr(Window, "length_now", length_now)
+
+
+@mistake
+def a_function_for_steps_is_asked_once(monkeypatch):
+    was = Length.of_update
+    monkeypatch.setattr(Length, "of_update", lambda length, index: was(length, lambda: 0))
 
 
 @mistake

@@ -41,6 +41,11 @@ def rounding(value: Tensor, dtype: torch.dtype) -> Tensor:
     return info.eps / 2 * value.abs() + info.smallest_normal * info.eps
 
 
+def gap(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """How far the neighbours of `value` in `dtype` are apart; 0 at 0."""
+    return torch.where(value != 0, torch.finfo(dtype).eps * 2.0 ** (torch.frexp(value).exponent - 1), 0.0)
+
+
 @dataclass(eq=False)
 class Param:
     """One parameter: what is read of it, what its window holds, what its optimizer remembers."""
@@ -115,7 +120,7 @@ class Model:
     """One wrapped optimizer: parameters, parameter groups, the open window, and what was counted.
 
     rule: `sgd` or `adamw`. groups: hyper-parameters. options: reduction, max_norm, nonfinite, update, master_weights,
-    state_dtype, as the wrapper has them.
+    state_dtype, rounding, amp_scaling, as the wrapper has them.
     """
 
     def __init__(self, rule, params: list[Param], groups: list[dict], steps: int, options: dict) -> None:
@@ -128,6 +133,7 @@ class Model:
         self.updates = self.skipped_windows = self.skipped_micro_batches = 0
         self.norm, self.norm_error = None, 0.0
         self.seen = 0  # updates that the schedule has followed
+        self.drawn = 0, 0  # for how many updates random numbers may have been drawn: at least, at most
         for p in self.params:
             p.master = p.rounded = None
         self.reset()
@@ -148,14 +154,16 @@ class Model:
     def is_finite(self) -> bool:
         return all(bool(p.grad.isfinite().all()) for p in self.params if p.grad is not None)
 
-    def fold(self, count: Count) -> None:
+    def fold(self, count: Count, overflowed: bool = False) -> None:
+        """overflowed: as a GradScaler says, which scaled the loss."""
         self.length = self.length_now
         self.calls += 1
         self.weighted = count.word is not None
         self.updated, self.announced = False, None
-        careful = self.options["nonfinite"] == "skip_micro"
+        looks = self.options["nonfinite"] == "skip_micro"
+        careful = looks or self.options["amp_scaling"]
         self.offered |= not count.drops and any(p.grad is not None for p in self.params)
-        if careful and not count.drops and not self.is_finite():
+        if not count.drops and (overflowed or (looks and not self.is_finite())):
             self.left_out += 1
             self.skipped_micro_batches += 1
         else:
@@ -218,14 +226,17 @@ class Model:
         """
         touched = [p for p in self.params if p.sum is not None]
         self.fired = 0
+        before = self.updates
         if touched and self.divisor() > 0:
             self._update(touched, edit)
         else:
             skipped = self.offered or (self.weighted and self.items == 0)
             self.reset()
+            self.norm, self.norm_error = 0.0, 0.0
             if skipped:  # else it held no gradient, and is neither an update nor left out
                 self.skipped_windows += 1
-                self.norm, self.fired = UNKNOWN, None
+                self.fired = None
+        self.drawn = self.drawn[0] + self.updates - before, self.drawn[1] + 1
 
     def _update(self, touched: list[Param], edit: tuple[Param, float] | None) -> None:
         means = {p: self.mean(p) for p in touched}
@@ -271,7 +282,9 @@ class Model:
             p.moment_errors[name] = p.moment_errors[name] + rounding(moment, self.options["state_dtype"] or p.dtype)
         if masters:
             p.master, p.master_error, p.rounded = value, error, None
-        p.value, p.error = value, error + rounding(value, p.dtype)
+        stochastic = self.options["rounding"] == "stochastic" and p.dtype == torch.bfloat16
+        p.value = value
+        p.error = error + (gap(value.abs() + error, p.dtype) if stochastic else rounding(value, p.dtype))
 
     # State
 
@@ -284,6 +297,7 @@ class Model:
         "updates",
         "skipped_windows",
         "skipped_micro_batches",
+        "drawn",
     )
     OF_STATE = ("moments", "count")
     OF_WINDOW = ("sum", "size", "master", "master_error", "rounded")
@@ -307,6 +321,7 @@ class Model:
         saved = copy.deepcopy(saved)
         self.reset()
         self.groups[:] = saved["groups"]
+        self.drawn = 0, 0
         for p, entry in zip(self.params, saved["params"], strict=True):
             p.master = p.rounded = None
             for name in self.OF_STATE if bare else (*self.OF_STATE, *self.OF_WINDOW):

@@ -107,6 +107,7 @@ def test_a_hook_that_takes_everything_away(update):
     assert (w.pending, w.updates, w.updated) == (0, 0, False)
     assert not p.any()
     assert not q.any()
+    assert w.grad_norm == 0.0
 
 
 def test_a_hook_that_looked_in_an_earlier_window():

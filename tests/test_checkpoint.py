@@ -359,7 +359,7 @@ def test_masters_of_frozen_parameters_are_saved():
     weights = [p.detach().clone() for p in model]
     with torch.no_grad():
         model[0].fill_(0.5)
-    assert w.state_dict()["fusedaccum"]["masters"][0] is None  # it belongs to other values
+    assert w.state_dict()["fusedaccum"]["masters"][0].eq(0.5).all()  # it belonged to other values
     w.load_state_dict(saved)
     model[0].data.copy_(weights[0])
 
@@ -408,3 +408,16 @@ def test_a_lazy_module_before_its_first_forward():
     fresh = wrap(SGD(torch.nn.Sequential(torch.nn.LazyLinear(2), torch.nn.Linear(2, 1)).parameters(), lr=1.0), 2)
     with pytest.raises(ValueError, match=r"parameter 0, which must be torch.float32 of shape None"):
         fresh.load_state_dict(w.state_dict())
+
+
+def test_a_frozen_master_is_saved_again_after_a_copy_was_given_another_group():
+    """It came with the copy and lost its segment before any update could look at it."""
+    p, q = (torch.nn.Parameter(torch.full((3,), 0.75, dtype=torch.bfloat16)) for _ in range(2))
+    w = wrap(SGD([p, q], lr=2.0**-12), steps=1, master_weights=True)
+    set_grads([p, q], [torch.ones(3).bfloat16()] * 2)
+    w.step()
+    p.requires_grad_(False)
+    twin = copy.deepcopy(w)
+    twin.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+    twin.step()
+    assert twin.state_dict()["fusedaccum"]["masters"][0].tolist() == [0.75 - 2.0**-12] * 3

@@ -65,6 +65,37 @@ def test_hooks_of_a_wrapped_update_that_is_skipped(count):
     assert (fired, toy.w.updates, toy.w.skipped_windows) == ([], 0, 1)
 
 
+NOTHING = {
+    "no gradient": ([None, None], {}, {}),
+    "no items": ([3, 4], {"mean_of": 0}, {}),
+    "no items on the device": ([3, 4], {"mean_of": torch.tensor(0)}, {}),
+    "sums of no items on the device": ([3, float("nan")], {"sum_of": torch.tensor(0)}, {}),
+    "all left out": ([float("inf"), float("nan")], {}, {"nonfinite": "skip_micro"}),
+}
+
+
+@both_updates
+@pytest.mark.parametrize("case", NOTHING.values(), ids=NOTHING)
+def test_the_norm_of_nothing_is_0(case, update):
+    gradients, count, options = case
+    toy = Toy(1, update=update, **options).run([5])
+    assert toy.w.grad_norm == 5.0
+    toy.w.steps = 2
+    for g in gradients:
+        if g is not None:
+            toy.backward(g)
+        toy.w.step(**count)
+    assert (toy.w.grad_norm, toy.w.updates) == (0.0, 1)
+
+
+@both_updates
+def test_the_norm_of_a_skipped_window_is_not_finite(update):
+    toy = Toy(1, update=update, nonfinite="skip_window").run([5, float("inf")])
+    assert toy.w.grad_norm == float("inf")
+    toy.run([float("nan")])
+    assert toy.w.grad_norm != toy.w.grad_norm
+
+
 @both_updates
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda w: pickle.loads(pickle.dumps(w))])
 def test_a_copy_is_in_the_same_place(update, duplicate):
