@@ -41,7 +41,8 @@ class Boundary:
             window.norm = 0.0
             window.reset()
             return
-        if window.nonfinite.may_skip and window.update.name == "wrapped" and self._is_skipped_now(window, touched):
+        may_skip = window.nonfinite.may_skip or window.only_device_knows
+        if may_skip and window.update.name == "wrapped" and self._is_skipped_now(window, touched):
             return
         try:
             if self._run_pre_hooks(window, pre_hooks, touched):
@@ -137,7 +138,9 @@ class Boundary:
         for buffer in touched[1:]:
             total = total + buffer.square_total().to(first.device)
         max_norm = math.inf if window.options.max_norm is None else float(window.options.max_norm)
-        divisor = window.nonfinite.zero_where_nothing_is_live(self.divisor, touched)
+        divisor = self.divisor
+        if window.only_device_knows:
+            divisor = window.nonfinite.zero_where_nothing_is_live(divisor, touched)
         for buffer in touched:
             buffer.close_window(total.to(buffer.device), divisor, max_norm, skips)
         window.norm = first.scalars[2]
@@ -156,12 +159,10 @@ def _touched(window: Window) -> list[FlatBuffer]:
 def _is_empty(window: Window, touched: list[FlatBuffer]) -> bool:
     """Whether the host ends this window without an update: it holds no gradient, or items that count 0.
 
-    In the fused update a count on the device is left to the device, and nothing waits for it.
+    A count on the device is left to the device, and nothing waits for it here.
     """
-    no_items = False
-    if window.mode == WEIGHTED and (window.update.name == "wrapped" or not isinstance(window.items, Tensor)):
-        no_items = bool(window.items == 0)
-    if no_items:
+    no_items = window.mode == WEIGHTED and not isinstance(window.items, Tensor) and window.items == 0
+    if no_items or (window.dropped and not touched):
         window.counts.window_skipped()
     elif not touched:
         window.counts.window_without_sums(window.items, window.nonfinite.left_any_out(window.pending))

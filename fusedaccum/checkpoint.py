@@ -71,6 +71,7 @@ def save(window: Window) -> dict[str, Any]:
         "updates": window.updates,
         "skipped_windows": window.counts.skipped_windows,
         "skipped_micro_batches": window.skipped_micro_batches,
+        "dropped": bool(pending) and window.left_any_out(),
         "rounding": rounding.save() if rounding is not None else (),
         "sums": tuple(sums),
         "masters": tuple(masters),
@@ -303,6 +304,7 @@ def _take_counts(window: Window, saved: dict[str, Any]) -> None:
         window.length = window.coming.of_update(lambda: saved["updates"])
     window.pending = saved["pending"]
     window.nonfinite.resume(saved["kept"], window.pending)
+    window.dropped = saved.get("dropped", ABSENT["dropped"])
     window.saved = True
     if window.mode == PLAIN:
         scale_was = saved["steps"] if saved["reduction"] == "mean" else 1

@@ -61,6 +61,7 @@ FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "mode": (f"one of {MODES}", lambda v: is_any_of(v, MODES)),
     "items": ("a tuple of one float of at least 0, or of one float64 tensor of one element", _are_items),
     "kept": ("None, or a float of at least 0: how many of the micro-batches were folded", _is_kept),
+    "dropped": ("a bool: whether gradients of this window were left out", lambda v: isinstance(v, bool)),
     "rounding": ("a tuple: empty, or of two ints from 0 to 2**63 - 1: seed and number of the update", _is_rounding),
     "sums": ("a tuple of dense tensors and None", _are_tensors),
     "masters": ("a tuple of dense tensors and None", _are_tensors),
@@ -76,4 +77,4 @@ FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 
 # Fields that earlier releases did not write, and what their absence says.
-ABSENT: dict[str, Any] = {"rounding": ()}
+ABSENT: dict[str, Any] = {"rounding": (), "dropped": False}

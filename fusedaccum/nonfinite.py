@@ -97,11 +97,11 @@ class NonFinite:
         return None if self.kept is None else self.kept < pending
 
     def zero_where_nothing_is_live(self, divisor: float | Tensor, buffers: list[FlatBuffer]) -> float | Tensor:
-        """`divisor`, or 0, which skips the update, where every gradient that the window was given was left out.
+        """`divisor`, or 0, which skips the update, where nothing is left of the gradients that the window was given.
 
         The divisor alone does not say so: it counts micro-batches without any gradient too.
         """
-        if not self.counts:
+        if any(buffer.live is None for buffer in buffers):
             return divisor
         live = [buffer.live.any().to(buffers[0].device) for buffer in buffers]
         return times(torch.stack(live).any().double(), divisor)

@@ -258,7 +258,9 @@ class FusedAccumOptimizer(Optimizer):
 
     @property
     def skipped_windows(self) -> int:
-        """Windows without an update: not finite under a policy that skips, or with item counts that were all zero."""
+        """Windows without an update: not finite under a policy that skips, with item counts that were all zero, or with
+        gradients of which nothing was left.
+        """
         return self._window.counts.skipped_windows
 
     @property

@@ -18,6 +18,7 @@ from fusedaccum.flat_buffer import FlatBuffer
 from fusedaccum.length import Length, Steps
 from fusedaccum.nonfinite import NonFinite
 from fusedaccum.notices import warn_low_moments, warn_low_precision, warn_open_window
+from fusedaccum.ops import TOUCHED
 from fusedaccum.options import NAME, PLAIN, WEIGHTED, Options, as_float64, check_params, parameters
 from fusedaccum.update import FusedUpdate, Update, choose
 
@@ -44,6 +45,7 @@ class Window:
         self.graphs = capture.Graphs()
         self.closed = False
         self.saved = False  # whether the open window, as it is, was written out
+        self.dropped = False  # gradients of the open window, by a count of 0
         self.midway = False  # something was written that is not counted yet: an interrupt may come just then
         self.counts = Counts()
         self.params: list[Tensor] = []
@@ -151,6 +153,7 @@ class Window:
             self.keep_live()  # whether it is 0, only the device knows
         if isinstance(items, float) and items == 0.0:
             self.midway = True
+            self.dropped = self.dropped or any(p.grad is not None for p in self.params)
             folding.discard(self.params)
         else:
             with self.graphs.adding(self) if capturing else nullcontext():
@@ -270,8 +273,18 @@ class Window:
         if self.graphs.begin_window(self.buffers):
             self.length, self.mode = self.graphs.length, PLAIN
         self.announced = None
-        self.midway = self.boundary.in_pre_hook = False
+        self.dropped = self.midway = self.boundary.in_pre_hook = False
         self.counts.nothing_updated()
+
+    @property
+    def only_device_knows(self) -> bool:
+        """Whether only the device knows if anything is left of the gradients of this window."""
+        return self.nonfinite.counts or isinstance(self.items, Tensor)
+
+    def left_any_out(self) -> bool:
+        """Whether gradients of this window were left out, as far as it matters where none are left. May wait."""
+        held = [(b.marks & TOUCHED).bool() & ~b.live.cpu().bool() for b in self.buffers if b.live is not None]
+        return self.dropped or any(bool(left_out.any()) for left_out in held)
 
     def keep_live(self) -> None:
         """Have the device note which segments were folded into."""

@@ -28,8 +28,8 @@ class Count:
 
     @property
     def drops(self) -> bool:
-        """Whether its micro-batch is known to count nothing: its gradients are not looked at."""
-        return self.word is not None and self.items == 0 and not self.on_device
+        """Whether its micro-batch counts nothing: its gradients may hold anything."""
+        return self.word is not None and self.items == 0
 
 
 NO_COUNT = Count(None, 0, False)
@@ -161,15 +161,14 @@ class Model:
         self.weighted = count.word is not None
         self.updated, self.announced = False, None
         looks = self.options["nonfinite"] == "skip_micro"
-        careful = looks or self.options["amp_scaling"]
-        self.offered |= not count.drops and any(p.grad is not None for p in self.params)
+        self.offered |= any(p.grad is not None for p in self.params)
         if not count.drops and (overflowed or (looks and not self.is_finite())):
             self.left_out += 1
             self.skipped_micro_batches += 1
         else:
             self.items += count.items
             scale = {None: 1.0, "mean_of": count.items, "sum_of": float(count.items > 0)}[count.word]
-            if not count.drops and not (careful and scale == 0):
+            if not count.drops:
                 self._add(scale)
         for p in self.params:
             p.grad = None
@@ -177,7 +176,7 @@ class Model:
     def _add(self, scale: float) -> None:
         for p in self.params:
             if p.grad is not None:
-                part = scale * p.grad if scale else torch.zeros_like(p.grad)  # 0 leaves nothing of NaN
+                part = scale * p.grad
                 p.sum = part if p.sum is None else p.sum + part
                 p.size = p.size + part.abs()
 

@@ -9,6 +9,8 @@ from graph_model import capturing
 from torch.optim import AdamW
 from wrapper_helpers import LOW_PRECISION, tidy  # noqa: F401
 
+pytestmark = LOW_PRECISION
+
 OPTIONS = {
     "plain": {},
     "clipped": {"max_norm": 0.01},

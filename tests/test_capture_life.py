@@ -9,7 +9,9 @@ import pytest
 import torch
 from capture_runs import MAKERS, N, Run, cpu_as_device, data, every_maker, lr, pair, used  # noqa: F401
 from graph_model import capturing
-from wrapper_helpers import tidy  # noqa: F401
+from wrapper_helpers import LOW_PRECISION, tidy  # noqa: F401
+
+pytestmark = LOW_PRECISION
 
 
 def test_eager_micro_batches_beside_replays(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
 
@@ -291,3 +292,21 @@ def test_8_gradients_that_are_not_finite_and_counted_are_still_found(update):
     toy.micro(float("nan"), mean_of=torch.tensor(3))
     toy.micro(4, mean_of=torch.tensor(1))
     assert (toy.value, toy.w.skipped_micro_batches) == (-4, 1)
+
+
+@pytest.mark.parametrize("how", ["at once", "saved and loaded", "group added"])
+@pytest.mark.parametrize("zero", [0, torch.tensor(0)], ids=["number", "tensor"])
+@pytest.mark.parametrize("update", ["fused", "wrapped"])
+def test_8_a_window_of_which_nothing_is_left_is_a_skipped_one(zero, how, update):
+    """Its gradients counted 0, and what counted had no gradient."""
+    toy = Toy(2, make=AdamW, update=update)
+    toy.micro(1, mean_of=zero)
+    if how == "saved and loaded":
+        toy.w.load_state_dict(copy.deepcopy(toy.w.state_dict()))
+    elif how == "group added":
+        toy.w.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+    toy.w.step(mean_of=torch.tensor(1))
+    assert (toy.w.updates, toy.w.skipped_windows, toy.w.pending, toy.value) == (0, 1, 0, 0)
+    toy.w.step(mean_of=1)
+    toy.w.step(mean_of=1)
+    assert (toy.w.updates, toy.w.skipped_windows) == (0, 1)  # one that got no gradient is neither

@@ -11,6 +11,8 @@ from wrapper_helpers import LOW_PRECISION, bits, tidy, wrap  # noqa: F401
 
 from fusedaccum import folding
 
+pytestmark = LOW_PRECISION
+
 SHAPES = [(33,), (70, 60), (), (0,), (4097,), (3, 2, 5, 5)]
 STEPS = 3
 MAKERS = {

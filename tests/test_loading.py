@@ -94,6 +94,7 @@ REFUSED = {
     "skipped_windows": [ABSENT, *NO_INT],
     "skipped_micro_batches": [ABSENT, *NO_INT],
     "rounding": [*NO_TUPLE[:-1], (1,), (1, 2, 3), (-1, 0), (0, -1), (0, 2**63), (0, True), (0, 1.0), ("0", 0)],
+    "dropped": [None, 0, 1, "True", (), torch.tensor(True)],
     "sums": [ABSENT, *NO_TENSORS],
     "masters": [ABSENT, *NO_TENSORS],
     "shapes": [ABSENT, *NO_TUPLE, lambda old: old[:-1], lambda old: old[::-1], changed(0, [3]), changed(0, ("3",))],

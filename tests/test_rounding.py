@@ -24,6 +24,8 @@ from wrapper_helpers import (
     wrap,
 )
 
+pytestmark = LOW_PRECISION
+
 BF16 = torch.bfloat16
 SHAPES = [(33,), (5, 7), (), (0,), (4097,), (4, 3, 2, 2)]
 STOCHASTIC = {"rounding": "stochastic"}
