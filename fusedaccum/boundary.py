@@ -27,6 +27,7 @@ class Boundary:
     def __init__(self) -> None:
         self.divisor: float | Tensor = 1.0
         self.in_pre_hook = False
+        self._counted = False  # in `steps`: the update that is being made
         self._shown = False  # to a pre-hook, which may have edited it
         self._divided_by: float | Tensor | None = None  # by which `show` has divided the sums
 
@@ -36,6 +37,11 @@ class Boundary:
         pre_hooks and post_hooks are called around the update, and not at all where no gradient came in the window.
         Where something raises before the update, the window is as it was.
         """
+        if self.in_pre_hook:
+            raise RuntimeError(
+                f"{NAME}: flush() or a full window inside a step pre-hook, which runs because the window is being "
+                "closed; leave that call out of the hook"
+            )
         touched = _touched(window)
         if _is_empty(window, touched):
             window.norm = 0.0
@@ -59,20 +65,30 @@ class Boundary:
             window.norm = 0.0
             window.reset()
             return
-        window.midway = True
-        skip = self._set_scalars(window, touched)
+        self._counted = False
         try:
+            skip = self._set_scalars(window, touched)
+            self._counted = True
             window.update.apply(touched)
-        except folding.REFUSALS:
-            window.midway = not window.update.take_back(touched)
-            self._take_back(window)
+            if on_device := window.graphs.captured > 0:
+                window.graphs.count_update(touched[0].scalars)
+            window.reset()
+            window.counts.window_closed(skip, counted_elsewhere=on_device)
+        except BaseException as error:
+            window.midway = not self._is_as_it_was(window, touched, error)
             raise
-        if on_device := window.graphs.captured > 0:
-            window.graphs.count_update(touched[0].scalars)
-        window.reset()
-        window.counts.window_closed(skip, counted_elsewhere=on_device)
-        window.midway = False
         post_hooks()
+
+    def _is_as_it_was(self, window: Window, touched: list[FlatBuffer], error: BaseException) -> bool:
+        """Whether the window can be closed again after `error`: one that was raised before anything was updated.
+
+        What a wrapped optimizer did before it raised is its own affair, as without us.
+        """
+        known = Exception if window.update.name == "wrapped" else folding.REFUSALS
+        if not isinstance(error, known) or (self._counted and not window.update.take_back(touched)):
+            return False
+        self._take_back(window)
+        return True
 
     def _is_skipped_now(self, window: Window, touched: list[FlatBuffer]) -> bool:
         """Whether a wrapped update is left out, and its window closed: the optimizer is not called, nor any hook."""
@@ -86,15 +102,10 @@ class Boundary:
 
     def _run_pre_hooks(self, window: Window, pre_hooks: Callable[[], bool], touched: list[FlatBuffer]) -> bool:
         """Whether there were any. What they saw of the buffer they may have edited, so its norm is taken again."""
-        if self.in_pre_hook:
-            raise RuntimeError(
-                f"{NAME}: flush() or a full window inside a step pre-hook, which runs because the window is being "
-                "closed; leave that call out of the hook"
-            )
         self.divisor = window.divisor()
-        self.in_pre_hook, self._shown = True, False
-        self._divided_by = None
+        self._shown, self._divided_by = False, None
         try:
+            self.in_pre_hook = True
             return pre_hooks()
         finally:
             self.in_pre_hook = False

@@ -91,8 +91,9 @@ def _saved_sum(window: Window, p: Tensor) -> Tensor | None:
     if buffer is None or not buffer.holds_sum(k):
         return None
     view = window.boundary.undivided(window, buffer.view(k))
-    # The end of the window zeroes such a buffer, also the one that loading begins with.
-    return view.clone() if buffer.keeps_zero else view
+    # The end of the window zeroes such a buffer, also the one that loading begins with; and torch.save takes no complex
+    # tensor beside float ones over one storage.
+    return view.clone() if buffer.keeps_zero or view.is_complex() else view
 
 
 def _saved_master(window: Window, p: Tensor) -> Tensor | None:
@@ -169,6 +170,7 @@ def check(window: Window, saved: Any) -> None:
     positions = _positions(window)
     _check_shapes(saved, positions)
     _check_tensors(saved, positions)
+    window.choose_update([p for i, p in positions.items() if saved["sums"][i] is not None])  # raises where none can be
     if saved["state_witness"] != ({saved["state_layout"]: True} if saved["state_layout"] else {}):
         raise ValueError(
             f"{NAME}: the saved optimizer has state for its parameters (moments, step counts) that did not come with "

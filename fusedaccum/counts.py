@@ -12,6 +12,8 @@ class Counts:
     def __init__(self) -> None:
         self._updates = 0
         self._skipped_windows = 0
+        self.base = 0  # `updates` when they were last loaded
+        self.loads = 0
         # Updates that the device may have skipped and whose outcome nobody has read, and how many of them it skipped.
         self._undecided = 0
         self._undecided_skips: Tensor | None = None
@@ -79,3 +81,5 @@ class Counts:
         """What was counted elsewhere, when a state is loaded."""
         self._undecided, self._undecided_skips, self._undecided_windows = 0, None, None
         self._updates, self._skipped_windows, self._last = updates, skipped_windows, updated
+        self.base = updates
+        self.loads += 1

@@ -36,12 +36,15 @@ class GatedScheduler(LRScheduler):
         self.scheduler = scheduler
         self.gate = optimizer
         self.seen_updates = optimizer.updates
+        self._loads = optimizer._window.counts.loads
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance the scheduler if the parameters were updated since the last call; otherwise do nothing."""
-        updates, seen = self.gate.updates, self.seen_updates
-        self.seen_updates = updates
-        if updates > seen:  # fewer where a state without the count was loaded: it begins anew
+        updates, seen, counts = self.gate.updates, self.seen_updates, self.gate._window.counts
+        if updates < seen or counts.loads != self._loads:  # loaded since, with or without its count: it begins anew
+            seen = min(seen, counts.base)
+        self.seen_updates, self._loads = updates, counts.loads
+        if updates > seen:
             self.scheduler.step(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:

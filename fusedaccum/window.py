@@ -95,6 +95,7 @@ class Window:
         params = parameters(self.optimizer)
         check_params(params)
         if (chosen := self.choose_update([] if also is None else [also])).name != self.update.name:
+            self.update.replace(self.buffers, [])  # gives up what only it can tell apart
             self.update = chosen
         for p in params:
             if (was := self._dtypes.get(p, p.dtype)) != p.dtype:
@@ -273,7 +274,7 @@ class Window:
         if self.graphs.begin_window(self.buffers):
             self.length, self.mode = self.graphs.length, PLAIN
         self.announced = None
-        self.dropped = self.midway = self.boundary.in_pre_hook = False
+        self.dropped = self.midway = False
         self.counts.nothing_updated()
 
     @property
@@ -306,8 +307,8 @@ class Window:
         if self.midway:
             raise RuntimeError(
                 f"{NAME}: an earlier step() or flush() was interrupted half-way, and the window does not hold what it "
-                "counts; reset() drops it (the parameters may hold its update), load_state_dict() goes back to a saved "
-                "state"
+                "counts; reset() drops it (the parameters may hold its update), load_state_dict() after that goes back "
+                "to a saved state"
             )
 
     def nothing_to_flush(self) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 
 import pytest
 import torch
 from torch.optim import SGD, Adam, AdamW
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from wrapper_helpers import (
     Toy,
     bits,
@@ -48,7 +50,7 @@ CALLS = {
 
 def assert_refused(w):
     for call in CALLS.values():
-        with pytest.raises(RuntimeError, match=r"interrupted half-way.*reset\(\).*load_state_dict\(\)"):
+        with pytest.raises(RuntimeError, match=r"interrupted half-way.*reset\(\).*load_state_dict\(\) after"):
             call(w)
 
 
@@ -156,3 +158,86 @@ def test_refused_on_the_first_or_the_second_of_two_devices(monkeypatch, kernel, 
     else:
         w.flush() if kernel == "sgd" else w.step()
         assert [p.item() for p in params] == [-1, -1]
+
+
+@pytest.mark.parametrize("when", ["pre", "post"])
+@pytest.mark.parametrize("whose", ["inner", "global"])
+@both_updates
+def test_a_hook_may_save(when, whose, update):
+    """Every hook of the optimizer inside runs while the boundary is being closed."""
+    toy, saved = Toy(1, update=update), []
+    register = {
+        ("pre", "inner"): toy.inner.register_step_pre_hook,
+        ("post", "inner"): toy.inner.register_step_post_hook,
+        ("pre", "global"): register_optimizer_step_pre_hook,
+        ("post", "global"): register_optimizer_step_post_hook,
+    }
+    handle = register[when, whose](lambda *_: saved.append(toy.w.state_dict()))
+    try:
+        toy.run([1, 2])
+    finally:
+        handle.remove()
+    assert saved
+    assert (toy.value, toy.w.updates, toy.w.pending) == (-3, 2, 0)
+
+
+@both_updates
+@pytest.mark.parametrize("error", [KeyError, AssertionError, RuntimeError])
+def test_an_inner_pre_hook_that_raises(update, error):
+    toy, fail = Toy(2, update=update), [True]
+
+    def hook(*_):
+        if fail:
+            raise error("no")
+
+    toy.inner.register_step_pre_hook(hook)
+    toy.micro(1)
+    toy.backward(3)
+    with pytest.raises(error):
+        toy.w.step()
+    assert (toy.value, toy.w.pending, toy.w.updates) == (0, 2, 0)
+    fail.clear()
+    assert toy.w.flush()
+    assert toy.value == -2
+
+
+@both_updates
+def test_memory_that_runs_out_at_the_boundary(monkeypatch, update):
+    toy = Toy(2, make=AdamW, update=update)
+    interrupt(monkeypatch, "square_total", before=True, error=torch.OutOfMemoryError("no"))
+    toy.micro(1)
+    toy.backward(1)
+    with pytest.raises(torch.OutOfMemoryError):
+        toy.w.step()
+    assert toy.w.flush()
+    assert (toy.w.updates, toy.inner.state[toy.p]["step"]) == (1, 1)
+
+
+@both_updates
+def test_a_hook_that_flushes_all_the_same(update):
+    """The refusal is caught, and the sums that the hook had looked at are still means."""
+    toy = Toy(1, update=update)
+
+    def hook(w, *_):
+        w.master_grad(toy.p)
+        with contextlib.suppress(RuntimeError):
+            w.flush()
+
+    toy.w.register_step_pre_hook(hook)
+    toy.micro(1, mean_of=4)
+    assert (toy.value, toy.w.updates) == (-1, 1)
+
+
+def test_a_hook_that_resets_and_steps_is_told():
+    toy = Toy(1)
+
+    def hook(w, *_):
+        w.reset()
+        toy.p.grad = torch.ones(1)
+        w.step()
+
+    toy.w.register_step_pre_hook(hook)
+    toy.backward(1)
+    with pytest.raises(RuntimeError, match="inside a step pre-hook"):
+        toy.w.step()
+    toy.w.reset()

@@ -18,6 +18,7 @@ from wrapper_helpers import (
     both_updates,
     params_of,
     recorded,
+    refused,
     set_grads,
     snapshot,
     state_bits,
@@ -330,3 +331,24 @@ def test_a_bare_optimizer_takes_it_up_as_the_first(how):
     set_grads([bare.p], [torch.ones(1)])
     bare.inner.step()
     assert bare.value == -1.0
+
+
+@pytest.mark.parametrize("options", [{"update": "fused"}, {"state_dtype": torch.float32}], ids=str)
+def test_a_sum_that_the_update_cannot_take_is_refused_before_anything_is_loaded(options):
+    """Of a complex parameter, which is frozen here: the fused update was possible without it."""
+
+    def build(frozen, **more):
+        params = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))]
+        params[1].requires_grad_(not frozen)
+        return params, wrap(SGD(params, lr=0.1), 4, **more)
+
+    params, w = build(False)
+    set_grads(params, [torch.ones(2), torch.ones(2, dtype=torch.complex64)])
+    w.step()
+    saved = detached(w)
+    params, other = build(True, **options)
+    params[0].grad = torch.ones(2)
+    other.step()
+    other.param_groups[0]["lr"] = 0.7
+    with refused(other, "complex64"):
+        other.load_state_dict(saved)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import StepLR
-from wrapper_helpers import LOW_PRECISION, Toy, bits, tidy, use_two_buffers, wrap  # noqa: F401
+from wrapper_helpers import LOW_PRECISION, Toy, bits, tidy, update_in_use, use_two_buffers, wrap  # noqa: F401
 
 from fusedaccum import GatedScheduler
 
@@ -327,3 +327,18 @@ def test_a_call_before_any_parameter_can_have_a_gradient_counts(update):
     for items in (0.0, 3.0):  # nothing is left out of a window without gradients whose items count
         w.step(mean_of=items)
     assert (w.updates, w.skipped_windows, w.skipped_micro_batches) == (1, 0, 0)
+
+
+@pytest.mark.parametrize("left_out", ["not finite", "counts 0"])
+def test_a_momentum_buffer_that_nothing_has_started_is_not_taken_along(left_out):
+    """To the wrapped update, for which one that is there is a started one: dampening would hold for the first."""
+    p, c = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    options = {"nonfinite": "skip_window"} if left_out == "not finite" else {}
+    w = wrap(SGD([p], lr=0.1, momentum=0.9, dampening=0.5), 1, **options)
+    p.grad = torch.full((3,), float("inf") if options else 1.0)
+    w.step(mean_of=None if options else torch.tensor(0.0))
+    w.add_param_group({"params": [c]})
+    p.grad, c.grad = torch.ones(3), torch.ones_like(c)
+    w.step(mean_of=None if options else 1.0)
+    assert p.tolist() == pytest.approx([0.9] * 3)
+    assert update_in_use(w) == "wrapped"

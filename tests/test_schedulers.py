@@ -265,3 +265,19 @@ def test_a_count_of_updates_that_begins_anew():
     again.micro(1)
     other.step()
     assert again.w.param_groups[0]["lr"] == 0.125
+
+
+@pytest.mark.parametrize("done", [1, 3])
+def test_an_optimizer_that_goes_back_alone(done):
+    """The schedule goes on: every update after the loading is a new one."""
+    toy = Toy(1, lr=1.0)
+    gated = GatedScheduler(torch.optim.lr_scheduler.StepLR(toy.w, 1, gamma=0.5), toy.w)
+    saved = copy.deepcopy(toy.w.state_dict())
+    for _ in range(done):
+        toy.micro(1)
+        gated.step()
+    toy.w.load_state_dict(saved)
+    for _ in range(2):
+        toy.micro(1)
+        gated.step()
+    assert gated.last_epoch == done + 2
