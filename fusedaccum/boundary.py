@@ -47,7 +47,7 @@ class Boundary:
             window.norm = 0.0
             window.reset()
             return
-        may_skip = window.nonfinite.may_skip or window.only_device_knows
+        may_skip = window.nonfinite.skips_windows or window.only_device_knows
         if may_skip and window.update.name == "wrapped" and self._is_skipped_now(window, touched):
             return
         try:

@@ -126,14 +126,13 @@ def _fold_all(
     kept = window.nonfinite.look(window, grads, found_inf, items)
     if kept is not None:
         scale = times(kept, scale)
+    window.midway = True
     for i, (buffer, given) in enumerate(zip(window.buffers, grads, strict=True)):
-        window.midway = True
         try:
             buffer.fold(given, scale, norm)
         except REFUSALS:
             window.midway = i > 0
             raise
-    window.midway = True
     return kept
 
 

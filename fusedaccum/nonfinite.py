@@ -33,11 +33,6 @@ class NonFinite:
         self._skipped: Tensor | None = None
 
     @property
-    def may_skip(self) -> bool:
-        """Whether the device may leave out a window that the host ends with an update."""
-        return self.skips_windows or self.counts
-
-    @property
     def counts(self) -> bool:
         """Whether only the device knows how many micro-batches a window holds."""
         return self.policy == "skip_micro" or self.amp_scaling

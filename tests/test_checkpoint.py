@@ -13,7 +13,6 @@ from wrapper_helpers import (
     LOW_PRECISION,
     Toy,
     bits,
-    both_updates,
     extra_key,
     make_windows,
     params_of,
@@ -316,28 +315,6 @@ def test_param_group_options_come_back():
     assert new.inner.param_groups is new.w.param_groups
 
 
-@pytest.mark.parametrize("pending", [0, 1])
-@pytest.mark.parametrize("make", [AdamW, SGD])
-def test_94_get_optimizer_state_dict(make, pending):
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
-    model = torch.nn.Linear(3, 2)
-    w = wrap(make(model.parameters(), lr=0.1), steps=4)
-    for _ in range(pending):
-        model(torch.ones(1, 3)).sum().backward()
-        w.step()
-        w.zero_grad()
-    before = [bits(p) for p in model.parameters()]
-    saved = get_optimizer_state_dict(model, w)
-    assert (w.pending, w.updates) == (pending, 0)
-    assert [bits(p) for p in model.parameters()] == before
-    assert set(saved) == {"state", "param_groups"}
-    if make is AdamW:
-        assert set(saved["state"]) == {"weight", "bias"}
-        assert all(w.state[p]["exp_avg"].shape == p.shape for p in model.parameters())
-    assert w.param_groups[0]["lr"] == 0.1
-
-
 def test_masters_of_frozen_parameters_are_saved():
     """12 updates of 2^-12 round to 2^-8; a master that is derived again in the middle has lost the first 6."""
 
@@ -375,20 +352,6 @@ def test_masters_of_frozen_parameters_are_saved():
         train(each, wrapper, 6)
         assert torch.equal(each[0].detach(), torch.full((70,), 0.75 - 2.0**-8).bfloat16())
     assert all(map(torch.equal, model, other))
-
-
-@both_updates
-def test_a_warm_up_from_zero_whose_first_gradients_are_zero(update):
-    """It looks like torch.distributed.checkpoint making state; that says step(closure=None), loops do not."""
-    p = torch.nn.Parameter(torch.ones(1))
-    inner = AdamW([p], lr=1e-3)
-    torch.optim.lr_scheduler.LambdaLR(inner, lambda k: k / 10)
-    w = wrap(inner, 2, update=update)
-    for pending in (1, 0):
-        p.grad = torch.zeros(1)
-        w.step()
-        assert w.pending == pending
-    assert inner.state[p]["step"] == 1
 
 
 def test_a_lazy_module_before_its_first_forward():

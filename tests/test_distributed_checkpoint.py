@@ -14,6 +14,8 @@ from torch.optim import SGD, AdamW
 from wrapper_helpers import (
     LOW_PRECISION,
     Toy,
+    bits,
+    both_updates,
     make_windows,
     params_of,
     recorded,
@@ -198,3 +200,37 @@ def test_nothing_is_held_where_nothing_is_open():
     toy = Toy(2, n=1000).run([1, 1])
     saved = toy.w.state_dict()["fusedaccum"]
     assert saved["sums"] == saved["masters"] == (None,)
+
+
+@pytest.mark.parametrize("pending", [0, 1])
+@pytest.mark.parametrize("make", [AdamW, SGD])
+def test_94_get_optimizer_state_dict(make, pending):
+    model = torch.nn.Linear(3, 2)
+    w = wrap(make(model.parameters(), lr=0.1), steps=4)
+    for _ in range(pending):
+        model(torch.ones(1, 3)).sum().backward()
+        w.step()
+        w.zero_grad()
+    before = [bits(p) for p in model.parameters()]
+    saved = get_optimizer_state_dict(model, w)
+    assert (w.pending, w.updates) == (pending, 0)
+    assert [bits(p) for p in model.parameters()] == before
+    assert set(saved) == {"state", "param_groups"}
+    if make is AdamW:
+        assert set(saved["state"]) == {"weight", "bias"}
+        assert all(w.state[p]["exp_avg"].shape == p.shape for p in model.parameters())
+    assert w.param_groups[0]["lr"] == 0.1
+
+
+@both_updates
+def test_a_warm_up_from_zero_whose_first_gradients_are_zero(update):
+    """It looks like torch.distributed.checkpoint making state; that says step(closure=None), loops do not."""
+    p = torch.nn.Parameter(torch.ones(1))
+    inner = AdamW([p], lr=1e-3)
+    torch.optim.lr_scheduler.LambdaLR(inner, lambda k: k / 10)
+    w = wrap(inner, 2, update=update)
+    for pending in (1, 0):
+        p.grad = torch.zeros(1)
+        w.step()
+        assert w.pending == pending
+    assert inner.state[p]["step"] == 1
