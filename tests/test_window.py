@@ -77,9 +77,7 @@ class Model:
         self.items += micro.items
         scale = micro.items if micro.word == "mean_of" else 1
         if micro.word and micro.items == 0:
-            if not micro.as_tensor:
-                return
-            scale = 0  # nobody waits to see that it is 0: the segment is touched, with nothing
+            return  # as a number and as a tensor: nothing is touched
         for k, g in enumerate(micro.grads):
             if g is not None:
                 self.sums[k] = (self.sums[k] or 0) + scale * g
