@@ -2,7 +2,8 @@
 
 from fusedaccum.optimizer import FusedAccumOptimizer
 from fusedaccum.schedulers import GatedScheduler
+from fusedaccum.wrapping import wrapping
 
 __version__ = "0.1.0"
 
-__all__ = ["FusedAccumOptimizer", "GatedScheduler", "__version__"]
+__all__ = ["FusedAccumOptimizer", "GatedScheduler", "__version__", "wrapping"]

@@ -8,7 +8,26 @@ from typing import Any
 
 from torch import Tensor
 
+from fusedaccum.options import NAME
+
 ATTRIBUTES = ("grad_scale", "found_inf")
+
+
+def _unscales(wrapper: Any) -> bool:
+    """Whether the wrapper unscales by itself: what a GradScaler asks first.
+
+    Raises RuntimeError where gradients are gone before a scaler can look at them.
+    """
+    options = wrapper._window.options
+    if options.fold == "backward":
+        raise RuntimeError(
+            f"{NAME}: a GradScaler looks at p.grad after the backward, and fold='backward' has folded and freed every "
+            "gradient by then; use fold='step', or bfloat16, which needs no scaling"
+        )
+    return options.amp_scaling
+
+
+SUPPORT = property(_unscales)
 
 
 @contextmanager

@@ -164,6 +164,8 @@ def _touched(window: Window) -> list[FlatBuffer]:
     """The buffers that hold something, after a look at what parameters are now."""
     window.locate()
     folding.follow(window, thorough=True)
+    if window.live is not None:
+        window.live.collect(window)
     return [buffer for buffer in window.buffers if buffer.touched]
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from fusedaccum import folding
 from fusedaccum.checkpoint_fields import ABSENT, FIELDS, is_any_of
 from fusedaccum.flat_buffer import in_memory_order
+from fusedaccum.micro import Micro
 from fusedaccum.notices import warn
 from fusedaccum.options import NAME, PLAIN, WEIGHTED, is_lazy, parameters
 from fusedaccum.rounding import Rounding
@@ -25,9 +26,8 @@ from fusedaccum.window import Window
 
 KEY = "fusedaccum"
 VERSION = 1
-WAY_OUT = (
-    f"load an undamaged file, or drop the key {KEY!r} to load the wrapped optimizer's state without the open window"
-)
+DROP = f"drop the key {KEY!r} to load the wrapped optimizer's state without the open window"
+WAY_OUT = f"load an undamaged file, or {DROP}"
 
 
 def _positions(window: Window) -> dict[int, Tensor]:
@@ -53,18 +53,20 @@ def save(window: Window) -> dict[str, Any]:
     positions = _positions(window)
     _conform_moments(window)
     pending, kept, rounding = window.micro_batches, window.nonfinite.kept, _rounding(window)
-    sums = [_saved_sum(window, p) if pending else None for p in positions.values()]
+    is_open = window.is_open
+    sums = [_saved_sum(window, p) if is_open else None for p in positions.values()]
     masters = [_saved_master(window, p) for p in positions.values()]
     unstarted = _unstarted(window, positions)
     layout = _state_layout(window, positions, unstarted)
     # A function is not asked how long a window would be that nobody may begin.
-    length = window.length_now() if pending or window.coming.is_fixed else 1
+    length = window.length_now() if is_open or window.coming.is_fixed else 1
     return {
         "version": VERSION,
         "steps": length,
         "pending": pending,
         "length": max(length, pending),  # a loaded window may be longer than this wrapper's steps
         "reduction": window.options.reduction,
+        "begun": () if window.begun is None else window.begun.as_saved(),
         "mode": window.mode if pending else None,
         "items": (window.items if pending else 0.0,),
         "kept": float(kept) if pending and kept is not None else None,
@@ -167,6 +169,11 @@ def check(window: Window, saved: Any) -> None:
             seen = f"{reprlib.repr(value)}, a {type(value).__name__},"
             raise ValueError(f"{NAME}: state_dict[{KEY!r}][{name!r}] is {seen} and must be {rule}; {WAY_OUT}")
     _check_counts(window, saved)
+    if window.live is not None and (saved["pending"] or saved.get("begun")):
+        raise ValueError(
+            f"{NAME}: the saved window holds {saved['pending']} of {saved['length']} micro-batches and with steps=None "
+            f"a window is what p.grad holds, which is not saved; load it with steps={saved['length']}, or {DROP}"
+        )
     positions = _positions(window)
     _check_shapes(saved, positions)
     _check_tensors(saved, positions)
@@ -192,7 +199,7 @@ def _check_counts(window: Window, saved: dict[str, Any]) -> None:
         pending > length
         or (pending > 0) != (mode is not None)
         or (counts_items and mode != WEIGHTED)
-        or (holds_sums and not pending)
+        or (holds_sums and not pending and not saved.get("begun"))
         or (saved["kept"] or 0.0) > pending
     ):
         raise ValueError(
@@ -247,7 +254,7 @@ def _check_tensors(saved: dict[str, Any], positions: dict[int, Tensor]) -> None:
 
 def _warn_of_other_steps(window: Window, saved: dict[str, Any]) -> None:
     """Before anything is loaded: where warnings are errors, nothing is loaded then."""
-    if not saved["pending"]:
+    if not saved["pending"] and not saved.get("begun", ABSENT["begun"]):
         return
     steps = window.coming.of_update(lambda: saved["updates"])
     if saved["steps"] != steps:
@@ -302,13 +309,18 @@ def _take_counts(window: Window, saved: dict[str, Any]) -> None:
     (items,) = saved["items"]
     window.items = items.clone() if isinstance(items, Tensor) else items
     window.mode = saved["mode"]
-    if saved["pending"]:
+    begun = saved.get("begun", ABSENT["begun"])
+    if saved["pending"] or begun:
         window.length = window.coming.of_update(lambda: saved["updates"])
     window.pending = saved["pending"]
     window.nonfinite.resume(saved["kept"], window.pending)
     window.dropped = saved.get("dropped", ABSENT["dropped"])
     window.saved = True
-    if window.mode == PLAIN:
+    plain = window.mode == PLAIN
+    if begun:
+        window.begun = Micro.again(window, *begun)
+        plain = not window.begun.weighted
+    if plain:
         scale_was = saved["steps"] if saved["reduction"] == "mean" else 1
         scale_is = window.length if window.options.reduction == "mean" else 1
         if scale_was != scale_is:
@@ -354,7 +366,8 @@ def pack(window: Window) -> dict[str, Any]:
 
 def unpack(state: dict[str, Any]) -> Window:
     """The window that `pack` described. Its tensors were copied with it, so that no moment has to be restored."""
-    window = Window(state["optimizer"], state["window"]["steps"], state["options"])
+    steps = None if state["steps"] is None else state["window"]["steps"]
+    window = Window(state["optimizer"], steps, state["options"])
     load(window, state["window"], {})
     window.resume(state["steps"], state["announced"], state["grad_norm"], state["updated"])
     if state["closed"]:

@@ -28,11 +28,22 @@ def _are_items(value: Any) -> bool:
     if not isinstance(value, tuple) or len(value) != 1:
         return False
     (items,) = value
+    return _is_item(items) and not (isinstance(items, Tensor) and items.dtype != torch.float64)
+
+
+def _is_item(items: Any) -> bool:
     if isinstance(items, Tensor):
-        return (
-            items.numel() == 1 and items.dtype == torch.float64 and items.layout == torch.strided and not items.is_meta
-        )
+        return items.numel() == 1 and not items.is_complex() and items.layout == torch.strided and not items.is_meta
     return isinstance(items, float) and 0 <= items < math.inf
+
+
+def _is_begun(value: Any) -> bool:
+    if not isinstance(value, tuple) or len(value) not in (0, 3):
+        return False
+    if not value:
+        return True
+    scale, items, weighted = value
+    return _is_item(scale) and isinstance(weighted, bool) and (items is None or (weighted and _is_item(items)))
 
 
 def is_any_of(value: Any, allowed: tuple[Any, ...]) -> bool:
@@ -63,6 +74,7 @@ FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "kept": ("None, or a float of at least 0: how many of the micro-batches were folded", _is_kept),
     "dropped": ("a bool: whether gradients of this window were left out", lambda v: isinstance(v, bool)),
     "rounding": ("a tuple: empty, or of two ints from 0 to 2**63 - 1: seed and number of the update", _is_rounding),
+    "begun": ("a tuple: empty, or (scale, items or None, bool) of a micro-batch that was folded in part", _is_begun),
     "sums": ("a tuple of dense tensors and None", _are_tensors),
     "masters": ("a tuple of dense tensors and None", _are_tensors),
     "shapes": (
@@ -77,4 +89,4 @@ FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 
 # Fields that earlier releases did not write, and what their absence says.
-ABSENT: dict[str, Any] = {"rounding": (), "dropped": False}
+ABSENT: dict[str, Any] = {"rounding": (), "dropped": False, "begun": ()}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch
@@ -30,6 +31,20 @@ def layout(numels: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor,
     count = torch.clamp(numel[segment] - start, max=TILE)
     tiles = torch.stack((segment, start, offset[segment] + start, count), 1)
     return torch.stack((offset, numel), 1), to_device(tiles, device), int(padded.sum())
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A run of neighbouring segments, with tables of its own: what is folded alone costs no look at the others.
+
+    first, last: segments first to last - 1. tiles: theirs, which number segments from `first`. partials: of theirs.
+    """
+
+    first: int
+    last: int
+    segments: Tensor
+    tiles: Tensor
+    partials: Tensor
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -69,6 +84,11 @@ def densified(grad: Tensor) -> Tensor:
     return torch.sparse_coo_tensor(grad._indices(), values, grad.shape, check_invariants=False).to_dense()
 
 
+def _among(segments: Set[int], here: range, count: int) -> Set[int]:
+    """Those of `segments`, out of `count`, that are `here`, without a look at the others."""
+    return segments if len(here) == count or not segments else segments & set(here)
+
+
 class FlatBuffer:
     """The master gradients of all parameters on one device.
 
@@ -93,6 +113,7 @@ class FlatBuffer:
         self.flat = torch.zeros(size, dtype=torch.float32, device=device)
         self.partials = torch.zeros(len(self.tiles), dtype=torch.float64, device=device)
         self.marks = torch.zeros(len(params), dtype=torch.uint8, device="cpu")
+        self.whole = Part(0, len(params), self.segments, self.tiles, self.partials)
         # Which segments hold more than the zeros of skipped folds: None where every fold counts.
         self.live: Tensor | None = None
         self.steps = torch.zeros(len(params), dtype=torch.float32, device=device)
@@ -163,14 +184,37 @@ class FlatBuffer:
         """Whether the update has to store zeros behind what it reads."""
         return self.handed_out or self.keeps_zero
 
-    def readable(self, grads: list[Tensor | None]) -> list[Tensor | None]:
-        """`grads` with sparse ones made dense, and those of special segments in memory order."""
-        for k in self.sparse:
-            if (grad := grads[k]) is not None and grad.is_sparse:
-                grads[k] = densified(grad)
-        for k in self.special:
-            if (grad := grads[k]) is not None and grad.shape == self.shapes[k] and grad.layout == torch.strided:
-                grads[k] = in_memory_order(grad, self.strides[k])
+    def parts(self, size: int) -> list[Part]:
+        """The buffer in parts of neighbouring segments whose parameters take `size` bytes, or are one segment."""
+        starts, taken = [0], 0
+        for k, p in enumerate(self.params):
+            if taken and taken + p.nbytes > size:
+                starts.append(k)
+                taken = 0
+            taken += p.nbytes
+        count = (self.segments[:, 1] + TILE - 1) // TILE
+        ends = [0, *count.cumsum(0).tolist()]
+        return [
+            self._part(a, b, ends[a], ends[b]) for a, b in zip(starts, [*starts[1:], len(self.params)], strict=True)
+        ]
+
+    def _part(self, first: int, last: int, first_tile: int, last_tile: int) -> Part:
+        tiles = self.tiles[first_tile:last_tile].clone()
+        tiles[:, 0] -= first
+        return Part(first, last, self.segments[first:last], tiles, self.partials[first_tile:last_tile])
+
+    def readable(self, grads: list[Tensor | None], first: int = 0) -> list[Tensor | None]:
+        """`grads`, those of segment `first` and the next ones, with sparse ones made dense, and those of special
+        segments in memory order.
+        """
+        here = range(first, first + len(grads))
+        for k in _among(self.sparse, here, len(self.params)):
+            if (grad := grads[k - first]) is not None and grad.is_sparse:
+                grads[k - first] = densified(grad)
+        for k in _among(self.special, here, len(self.params)):
+            grad = grads[k - first]
+            if grad is not None and grad.shape == self.shapes[k] and grad.layout == torch.strided:
+                grads[k - first] = in_memory_order(grad, self.strides[k])
         return grads
 
     def _here(self, value: Tensor) -> Tensor:
@@ -184,22 +228,27 @@ class FlatBuffer:
             return self._here(value).to(torch.float32).reshape(1)
         return torch.full((1,), value, dtype=torch.float32, device=self.device)
 
-    def fold(self, grads: list[Tensor | None], scale: float | Tensor, norm: bool) -> None:
-        """Fold one micro-batch. grads: n entries. scale: a number, or a tensor of one element on any device."""
+    def fold(self, grads: list[Tensor | None], scale: float | Tensor, norm: bool, part: Part | None = None) -> None:
+        """Fold one micro-batch, or what came of it in one part. grads: an entry for each of its segments.
+
+        scale: a number, or a tensor of one element on any device.
+        """
         if isinstance(scale, Tensor):
             factor = self._scalar(scale)
         else:
             if scale != self.scale_value:
                 self._set_scale(scale)
             factor = self._scale
+        part = part or self.whole
+        here = slice(part.first, part.last)
         self.backend.fold(
             self.flat,
-            self.partials,
-            self.marks,
-            self.live,
-            self.segments,
-            self.tiles,
-            self.readable(grads),
+            part.partials,
+            self.marks[here],
+            None if self.live is None else self.live[here],
+            part.segments,
+            part.tiles,
+            self.readable(grads, part.first),
             factor,
             norm,
         )

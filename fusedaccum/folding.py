@@ -157,6 +157,19 @@ def repair(window: Window) -> bool:
     return done
 
 
+def acceptable(window: Window, buffer: FlatBuffer, p: Tensor) -> Tensor:
+    """The gradient of `p`, as a buffer's fold takes it. Raises TypeError or ValueError as `repair` does."""
+    grad, k = p.grad, window.place[p][1]
+    if type(grad) not in PLAIN:
+        _check_subclasses(window)
+    _check(window, p, grad)
+    if grad.is_sparse:
+        buffer.sparse.add(k)
+    elif k not in buffer.special and not grad.is_contiguous():
+        return grad.detach().contiguous()
+    return grad
+
+
 def _check_subclasses(window: Window) -> None:
     for p in window.place:
         if (grad := p.grad) is not None and not is_plain(grad):

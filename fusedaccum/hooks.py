@@ -1,15 +1,25 @@
-"""Step hooks: fired once per update, those of the wrapper and those that the wrapped optimizer will not fire itself."""
+"""Step hooks, fired once per update: the wrapper's, and those that the wrapped optimizer will not fire itself. And our
+own hooks on parameters.
+"""
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import optimizer as torch_optimizer
+from torch.utils.hooks import RemovableHandle
 
-from fusedaccum.options import NAME
+from fusedaccum.modes import REASON
+from fusedaccum.options import NAME, parameters
 
 if TYPE_CHECKING:
     from fusedaccum.optimizer import FusedAccumOptimizer
+    from fusedaccum.window import Window
 
 # The six dictionaries of hooks that `torch.optim.Optimizer` keeps.
 NAMES = (
@@ -52,3 +62,71 @@ def _hooks(wrapper: FusedAccumOptimizer, name: str, everywhere: dict[int, Any]) 
     inner = window.optimizer
     theirs = [(hook, inner) for hook in getattr(inner, name).values()]
     return [*((hook, inner) for hook in everywhere.values()), *mine, *theirs]
+
+
+class ParameterHooks:
+    """Hooks on the parameters of one wrapper, by which it hears of gradients as they appear.
+
+    They hold the wrapper's window by a weak reference: where it is gone they do nothing.
+    """
+
+    def __init__(self) -> None:
+        self._handles: dict[Tensor, RemovableHandle] = {}
+        self._before: dict[Tensor, RemovableHandle] = {}
+        self._behind: list[Tensor] = []  # whose hooks of others were registered after ours
+
+    def fit(self, window: Window, listener: str, before: bool = False) -> None:
+        """Hook every parameter that can get a gradient, and no other, with `arrive` of the window's `listener`.
+
+        before: also with its `before`, which runs ahead of autograd's addition.
+        """
+        wanted = {p: None for p in parameters(window.optimizer) if p.requires_grad and p.is_leaf and not is_lazy(p)}
+        for p in [p for p in self._handles if p not in wanted]:
+            self._remove(p)
+        if not (new := [p for p in wanted if p not in self._handles]):
+            return
+        known = weakref.ref(window)
+
+        def arrive(p: Tensor) -> None:
+            if (window := known()) is not None:
+                getattr(window, listener).arrive(window, p)
+
+        arrive = torch.compiler.disable(arrive, reason=REASON)
+        for p in new:
+            self._handles[p] = p.register_post_accumulate_grad_hook(arrive)
+            if before:
+                self._before[p] = p.register_hook(_before(known, listener, weakref.ref(p)))
+
+    def is_last(self, p: Tensor) -> bool:
+        """Whether nobody else's hook on `p` runs after ours, and may look at its gradient; `come_last` mends it."""
+        last = next(reversed(p._post_accumulate_grad_hooks)) == self._handles[p].id
+        if not last:
+            self._behind.append(p)
+        return last
+
+    def come_last(self) -> None:
+        """Run after the hooks of others, which were registered later."""
+        for p in self._behind:
+            if (handle := self._handles.get(p)) is not None:
+                hooks = p._post_accumulate_grad_hooks
+                hooks[handle.id] = hooks.pop(handle.id)
+        self._behind.clear()
+
+    def _remove(self, p: Tensor) -> None:
+        self._handles.pop(p).remove()
+        if p in self._before:
+            self._before.pop(p).remove()
+
+    def remove(self) -> None:
+        """Remove them all."""
+        for p in list(self._handles):
+            self._remove(p)
+
+
+def _before(known: weakref.ref[Window], listener: str, param: weakref.ref[Tensor]) -> Callable[[Tensor], None]:
+    def before(grad: Tensor) -> None:
+        window, p = known(), param()
+        if window is not None and p is not None:
+            getattr(window, listener).before(p, window)
+
+    return torch.compiler.disable(before, reason=REASON)

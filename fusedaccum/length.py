@@ -9,18 +9,26 @@ from typing import Any
 from fusedaccum.options import NAME
 
 RULE = (
-    "steps must be an int of at least 1, the number of micro-batches per update, or a function that returns one for "
-    "the 0-based index of the coming update"
+    "steps must be an int of at least 1, the number of micro-batches per update, a function that returns one for the "
+    "0-based index of the coming update, or None, where every step() is to update"
 )
 
-Steps = int | Callable[[int], int]
+Steps = int | Callable[[int], int] | None
 
 
 def check_steps(steps: Any) -> Steps:
     """What `steps` may be set to. Raises TypeError or ValueError that says what is allowed."""
-    if steps is None:
-        raise ValueError(f"{NAME}: steps=None is not supported (the caller owning the boundary); {RULE}")
-    return steps if callable(steps) else _check_number(steps, f"steps={steps!r}")
+    return steps if steps is None or callable(steps) else _check_number(steps, f"steps={steps!r}")
+
+
+def check_change(was: Steps, steps: Any) -> Steps:
+    """What `steps` may be set to where it `was` something else. Raises as `check_steps` does."""
+    if (was is None) != (steps is None):
+        raise ValueError(
+            f"{NAME}: steps={steps!r} cannot follow steps={was!r}: who owns the boundary is settled when the optimizer "
+            "is wrapped; close() this wrapper and wrap the optimizer again"
+        )
+    return check_steps(steps)
 
 
 def _check_number(value: Any, said: str) -> int:
@@ -40,7 +48,7 @@ class Length:
 
     @property
     def is_fixed(self) -> bool:
-        return isinstance(self.value, int)
+        return not callable(self.value)
 
     def of_update(self, index: Callable[[], int]) -> int:
         """Micro-batches before update number `index()`, which is asked for only where it matters: it may wait.
@@ -48,8 +56,8 @@ class Length:
         The function is called once for a window. What it raises is raised; TypeError or ValueError for what it may not
         return.
         """
-        if isinstance(self.value, int):
-            return self.value
+        if not callable(self.value):
+            return 1 if self.value is None else self.value
         update = index()
         if self._asked is None or self._asked[0] != update:
             answer = self.value(update)

@@ -12,10 +12,19 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fusedaccum import amp, capture, checkpoint, folding, hooks, modes
-from fusedaccum.length import Length, Steps, check_steps
+from fusedaccum import amp, capture, checkpoint, folding, hooks, micro, modes
+from fusedaccum.asked import Asked
+from fusedaccum.length import Steps, check_steps
 from fusedaccum.notices import warn_open_window
-from fusedaccum.options import NAME, check_optimizer, check_options, check_params, one_count, parameters
+from fusedaccum.options import (
+    NAME,
+    check_optimizer,
+    check_options,
+    check_params,
+    check_with_steps,
+    one_count,
+    parameters,
+)
 from fusedaccum.window import Window
 
 # Which wrapper holds an optimizer: two windows over the same parameters would each see half of the gradients.
@@ -37,7 +46,7 @@ def _inner(name: str) -> property:
     return property(get, set, doc=f"The wrapped optimizer's `{name}`, live.")
 
 
-class FusedAccumOptimizer(Optimizer):
+class FusedAccumOptimizer(Asked, Optimizer):
     """Adds micro-batch gradients up in FP32 and updates once per window of `steps` micro-batches.
 
         opt = FusedAccumOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-4), steps=8)
@@ -49,7 +58,9 @@ class FusedAccumOptimizer(Optimizer):
     optimizer: any torch.optim.Optimizer over float32, bfloat16, float16 or complex64 parameters. LBFGS is refused.
     steps: micro-batches per window, an int of at least 1, or a function of the coming update's index (from 0) that
         returns one. It is called as a window begins; a window that was skipped counts no update. Set later, it holds
-        from the next window.
+        from the next window. None where the caller decides, as frameworks do that accumulate by themselves: every
+        backward adds to `p.grad`, an FP32 view of the sums, every `step()` updates with it, and it stays until it is
+        zeroed or dropped, as without us.
     reduction: "mean" updates with the mean of the window's gradients, "sum" with their sum.
     max_norm: clip the window's gradient to this global L2 norm (`torch.nn.utils.clip_grad_norm_`), on the device.
     nonfinite: what infinities and NaNs in gradients lead to. "propagate": they reach the parameters, as elsewhere.
@@ -72,14 +83,19 @@ class FusedAccumOptimizer(Optimizer):
         for and which float16 parameters need. A micro-batch that overflowed is left out of the window's mean, as under
         nonfinite="skip_micro", and counts as one of its `steps`; without this option it never reaches `step()`.
     backend: "auto", "compiled", "triton" or "reference".
-    fold, fold_every, bucket_mb, process_group, wire_dtype, shard: only their defaults are supported.
+    fold: "step": gradients are read in `step()`; "backward": each is folded and freed as it appears, so that no set of
+        gradients is ever held beside the sums, and `p.grad` is None after a backward. A gradient that was folded cannot
+        be taken back by `zero_grad()`; item counts are given by `micro_batch()`, ahead of the backward.
+    bucket_mb: with that, fold at this many MiB of gradients, or one that is larger.
+    fold_every, process_group, wire_dtype, shard: only their defaults are supported.
 
-    Memory: 4 bytes per parameter that can get a gradient, from the first `step()` on; masters and moments as asked for.
+    Memory: 4 bytes per parameter that can get a gradient, from the first fold on; masters and moments as asked for.
     `param_groups`, `state` and `defaults` are the wrapped optimizer's own objects. Hooks registered here fire once per
     update. `zero_grad()` never touches the open window. Raises TypeError or ValueError, before anything is changed, for
     arguments that are not allowed.
     """
 
+    _step_supports_amp_scaling = amp.SUPPORT
     param_groups = _inner("param_groups")
     state = _inner("state")
     defaults = _inner("defaults")
@@ -98,6 +114,8 @@ class FusedAccumOptimizer(Optimizer):
         rounding: str = "nearest",
         rounding_seed: int = 0,
         amp_scaling: bool = False,
+        fold: str = "step",
+        bucket_mb: float = 25,
         backend: str = "auto",
         **options: Any,
     ) -> None:
@@ -114,10 +132,13 @@ class FusedAccumOptimizer(Optimizer):
             rounding=rounding,
             rounding_seed=rounding_seed,
             amp_scaling=amp_scaling,
+            fold=fold,
+            bucket_mb=bucket_mb,
             backend=backend,
             **options,
         )
         length = check_steps(steps)
+        check_with_steps(chosen, length)
         holder = _wrapped.get(optimizer, lambda: None)()
         if holder is not None and not holder.closed:
             raise ValueError(
@@ -130,14 +151,13 @@ class FusedAccumOptimizer(Optimizer):
 
     def _attach(self, window: Window) -> None:
         """Everything but the constructor's checks; `Optimizer.__init__` would make param_groups of its own."""
-        modes.keep_out_of_graphs(FusedAccumOptimizer)
+        for cls in (FusedAccumOptimizer, Asked):
+            modes.keep_out_of_graphs(cls)
         self._window = window
         for name in hooks.NAMES:
             setattr(self, name, OrderedDict())
         self._zero_grad_profile_name = f"Optimizer.zero_grad#{type(self).__name__}.zero_grad"
         self._warned_capturable_if_run_uncaptured = True
-        if window.options.amp_scaling:
-            self._step_supports_amp_scaling = True
         _wrapped[window.optimizer] = weakref.ref(window)
 
     # One micro-batch
@@ -156,7 +176,7 @@ class FusedAccumOptimizer(Optimizer):
             then the mean over all its items. A number of at least 0, or a tensor of one element, which is not waited
             for. 0 folds nothing. All micro-batches of a window are given a count, or none.
 
-        Every `p.grad` is None afterwards. A call without any gradient counts as a micro-batch.
+        Every `p.grad` is None afterwards (steps=None: as it was). A call without any gradient counts as a micro-batch.
 
         Raises, with parameters, moments and window as they were: ValueError or TypeError for counts that are not
         allowed and for gradients of another dtype, shape or device than can be folded; RuntimeError
@@ -164,17 +184,18 @@ class FusedAccumOptimizer(Optimizer):
         """
         window = self._window
         with amp.verdict(self, window.options.amp_scaling) as verdict:
-            self._window.check_usable()
+            window.check_usable()
             given = one_count(mean_of, sum_of)
             loss = None
             if closure is not NO_CLOSURE and closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            counts = window.counts_of(*given)  # after the closure, which may have called micro_batch()
+            counts = micro.counts_of(window, *given)  # after the closure, which may have called micro_batch()
             with modes.no_grad():
                 if closure is None and not capture.is_capturing() and folding.is_state_probe(window.optimizer):
                     window.optimizer.step()
                     return loss
+                window.nesting.look(window)
                 window.micro_batch(*counts, *verdict)
                 if window.full:
                     self._close_window()
@@ -190,11 +211,12 @@ class FusedAccumOptimizer(Optimizer):
         RuntimeError after `close()`.
         """
         self._window.check_usable()
+        self._window.check_owns_boundary("micro_batch()", "steps=N weighs micro-batches, here the caller's losses do")
         if last:
             raise ValueError(
                 f"{NAME}: micro_batch(last={last!r}) is not supported (reducing the window over ranks); leave it out"
             )
-        self._window.announce(*one_count(mean_of, sum_of))
+        micro.announce(self._window, *one_count(mean_of, sum_of))
 
     # The boundary
 
@@ -205,94 +227,31 @@ class FusedAccumOptimizer(Optimizer):
         RuntimeError after `close()` and inside a step pre-hook.
         """
         self._window.check_usable()
+        self._window.check_owns_boundary("flush()", "step() updates with what there is")
         self._window.graphs.check_flush(self._window)
         if self._window.nothing_to_flush():
             return False
         with modes.no_grad():
+            if self._window.begun:  # a backward without a step() behind it
+                self._window.micro_batch(None, None)
             self._close_window()
         # Folds that were replayed in a CUDA graph are counted on the device, and nothing waits for it here.
         return True if self._window.graphs.captured else self.updated
 
     def _close_window(self) -> None:
         window = self._window
-        window.boundary.close(window, lambda: hooks.before_update(self), lambda: hooks.after_update(self))
-
-    # What can be asked
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The wrapped optimizer."""
-        return self._window.optimizer
-
-    @property
-    def steps(self) -> Steps:
-        """Micro-batches per window, or the function that says how many. Set inside a window, it holds from the next.
-
-        Setting raises TypeError or ValueError for anything but an int of at least 1 or a callable.
-        """
-        return self._window.coming.value
-
-    @steps.setter
-    def steps(self, value: Steps) -> None:
-        self._window.coming = Length(check_steps(value))
-
-    @property
-    def pending(self) -> int:
-        """Micro-batches in the open window."""
-        return self._window.micro_batches
-
-    @property
-    def updates(self) -> int:
-        """Updates applied so far."""
-        return self._window.updates
-
-    @property
-    def updated(self) -> bool:
-        """Whether the last `step()` or `flush()` changed the parameters; False after `reset()` and loading."""
-        return self._window.counts.updated
-
-    @property
-    def will_update(self) -> bool:
-        """Whether the next `step()` closes the window."""
-        return self._window.will_update
-
-    @property
-    def skipped_windows(self) -> int:
-        """Windows without an update: not finite under a policy that skips, with item counts that were all zero, or with
-        gradients of which nothing was left.
-        """
-        return self._window.counts.skipped_windows
-
-    @property
-    def skipped_micro_batches(self) -> int:
-        """Micro-batches left out of their window by nonfinite="skip_micro"."""
-        return self._window.skipped_micro_batches
-
-    @property
-    def grad_norm(self) -> float | None:
-        """Global L2 norm of what the last window updated with (its mean, or its sum), before clipping; None before the
-        first. Of one that was skipped: infinity or NaN; 0 where it had nothing to update with: no gradient, item counts
-        that were all zero, every micro-batch left out. Reading it waits for the device.
-        """
-        return self._window.grad_norm
-
-    def master_grad(self, param: Tensor) -> Tensor:
-        """What the open window holds for `param`: float32 (complex64 for complex64), in the parameter's shape.
-
-        The sum so far times 1/steps (with reduction="sum", the sum itself); with item counts, the sum of count *
-        gradient, not yet divided. In a step pre-hook: the window's mean before clipping, which the hook may write to.
-        Zeros where nothing was folded, and after a boundary. A live view of the flat buffer where there is something:
-        `clone()` it to keep it past the boundary.
-
-        Raises ValueError for a tensor that is not one of the optimizer's parameters.
-        """
-        with modes.no_grad():
-            return self._window.master_grad(param)
+        try:
+            window.boundary.close(window, lambda: hooks.before_update(self), lambda: hooks.after_update(self))
+        finally:
+            if window.live is not None:
+                window.pending = 0
 
     def reset(self) -> None:
-        """Drop what the open window holds. `p.grad` is left alone."""
+        """Drop what the open window holds. `p.grad` is left alone; with steps=None it is what the window holds."""
         with modes.no_grad():
             self._window.reset()
+            if self._window.live is not None:
+                self._window.live.drop()
 
     def close(self) -> None:
         """Stop accumulating: an open window is dropped with a warning; the optimizer can then be wrapped again.
@@ -301,7 +260,7 @@ class FusedAccumOptimizer(Optimizer):
         """
         window = self._window
         if not window.closed:
-            if window.micro_batches:
+            if window.is_open:
                 warn_open_window(window, "was closed")
             self.reset()
             window.release()
@@ -328,6 +287,7 @@ class FusedAccumOptimizer(Optimizer):
             check_params(tensors)
             self._window.choose_update([p for p in tensors if p.requires_grad or p.grad is not None])
         self._window.optimizer.add_param_group(param_group)
+        self._window.hook_parameters()
 
     def __repr__(self) -> str:
         window = self._window

@@ -21,9 +21,7 @@ NONFINITE = ("propagate", "skip_window", "skip_micro", "raise")
 
 # Options whose only value in this version is the default: (default, what the others would do).
 NOT_YET = {
-    "fold": ("step", "folding gradients as they appear in the backward"),
     "fold_every": (1, "folding several micro-batches in one pass"),
-    "bucket_mb": (25, "the buckets of fold='backward'"),
     "process_group": (None, "reducing the window over ranks"),
     "wire_dtype": (torch.float32, "reducing the window over ranks"),
     "shard": (None, "sharding the optimizer state"),
@@ -44,6 +42,8 @@ class Options:
     rounding_seed: int = 0
     amp_scaling: bool = False
     backend: str = "auto"
+    fold: str = "step"
+    bucket_mb: float = 25
 
 
 def check_options(**options: Any) -> Options:
@@ -62,6 +62,7 @@ def check_options(**options: Any) -> Options:
     _one_of("update", checked.update, ("auto", "fused", "wrapped"))
     _one_of("rounding", checked.rounding, ("nearest", "stochastic"))
     _one_of("backend", checked.backend, ("auto", *NAMES))
+    _one_of("fold", checked.fold, ("step", "backward"))
     _one_of("state_dtype", checked.state_dtype, (None, *FLOAT_DTYPES))
     for name in ("master_weights", "amp_scaling"):
         if not isinstance(value := getattr(checked, name), bool):
@@ -72,12 +73,37 @@ def check_options(**options: Any) -> Options:
             "finite and lowers its scale; use another policy, or amp_scaling=False"
         )
     _check_rounding(checked)
+    _check_fold(checked)
     if checked.max_norm is not None:
         if isinstance(checked.max_norm, bool) or not isinstance(checked.max_norm, numbers.Real):
             raise TypeError(f"{NAME}: max_norm={checked.max_norm!r} must be a positive number, or None not to clip")
         if not 0 < checked.max_norm <= 1e300 and checked.max_norm != math.inf:
             raise ValueError(f"{NAME}: max_norm={checked.max_norm!r} must be positive and a float, or None not to clip")
     return checked
+
+
+def _check_fold(checked: Options) -> None:
+    bucket = checked.bucket_mb
+    if isinstance(bucket, bool) or not isinstance(bucket, numbers.Real):
+        raise TypeError(
+            f"{NAME}: bucket_mb={bucket!r} is a {type(bucket).__name__} and must be a number of MiB above 0"
+        )
+    if not 0 < bucket < math.inf:
+        raise ValueError(f"{NAME}: bucket_mb={bucket!r} must be a finite number of MiB above 0")
+    if checked.fold == "step":
+        if bucket != Options.bucket_mb:
+            raise ValueError(f"{NAME}: bucket_mb={bucket!r} needs fold='backward'; leave it out, or ask for that too")
+        return
+    if checked.nonfinite in ("skip_micro", "raise"):
+        raise ValueError(
+            f"{NAME}: nonfinite={checked.nonfinite!r} looks at all gradients of a micro-batch before the first is "
+            "folded, and fold='backward' folds them as they appear; use nonfinite='skip_window', or fold='step'"
+        )
+    if checked.amp_scaling:
+        raise ValueError(
+            f"{NAME}: amp_scaling=True takes the scale from step(), and fold='backward' folds before it; use "
+            "fold='step', or bfloat16, which needs no scaling"
+        )
 
 
 def _check_rounding(checked: Options) -> None:
@@ -94,6 +120,24 @@ def _check_rounding(checked: Options) -> None:
         raise ValueError(
             f"{NAME}: rounding='stochastic' with master_weights=True has nothing to do: the FP32 masters keep what "
             "rounding loses; use one of them"
+        )
+
+
+def check_with_steps(checked: Options, steps: Any) -> None:
+    """Refuse options that have no meaning with steps=None. Raises ValueError."""
+    if steps is not None:
+        return
+    for name, why in {
+        "reduction": "the caller's loss says whether gradients are averaged",
+        "fold": "every backward folds anyway",
+        "amp_scaling": "p.grad is FP32, and scaler.unscale_() and scaler.step() work on it as they are",
+    }.items():
+        if (value := getattr(checked, name)) != getattr(Options, name):
+            raise ValueError(f"{NAME}: {name}={value!r} has no meaning with steps=None ({why}); leave it out")
+    if checked.nonfinite in ("skip_micro", "raise"):
+        raise ValueError(
+            f"{NAME}: nonfinite={checked.nonfinite!r} looks at all gradients of a micro-batch before the first is "
+            "folded, and with steps=None they are folded as they appear; use nonfinite='skip_window'"
         )
 
 

@@ -298,8 +298,9 @@ class WrappedUpdate:
 
     name = "wrapped"
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, as_they_are: bool = False) -> None:
         self.optimizer = optimizer
+        self.as_they_are = as_they_are  # gradients that are FP32 already are the views of the sums
 
     def replace(self, old: list[FlatBuffer], new: list[FlatBuffer]) -> None:
         pass
@@ -318,7 +319,8 @@ class WrappedUpdate:
         """Set `p.grad` of every touched parameter, call `optimizer.step()`, set it to None again.
 
         The gradients are the optimizer's to keep. They take the memory of a micro-batch's gradients, freed just before.
-        A gradient that waits for the next `step()` when `flush()` is called is neither used nor lost.
+        A gradient that waits for the next `step()` when `flush()` is called is neither used nor lost, and with
+        steps=None it stays.
         """
         there = [p for p in parameters(self.optimizer) if p.is_leaf or p.retains_grad]  # torch warns of the others
         waiting = [(p, p.grad) for p in there if p.grad is not None]
@@ -339,16 +341,21 @@ class WrappedUpdate:
 
     def _give_gradients(self, buffer: FlatBuffer) -> list[tuple[Tensor, torch.dtype | None]]:
         """Set the gradients; returns the parameters with a `grad_dtype` to be set again, or None."""
-        segments = buffer.touched_segments()
+        segments, marks = buffer.touched_segments(), buffer.marks
         grads = [buffer.absent] * len(buffer.params)
+        held: list[tuple[Tensor, torch.dtype | None]] = []
+        if self.as_they_are:
+            marks = marks.clone()
+            for k in [k for k in segments if buffer.params[k].dtype == torch.float32]:
+                buffer.params[k].grad = buffer.view(k)
+                held.append((buffer.params[k], None))
+                segments.remove(k)
+                marks[k] = 0
         for k in segments:
             dtype = buffer.params[k].dtype
             real = torch.float32 if dtype.is_complex else dtype
             grads[k] = torch.empty(buffer.numels[k], dtype=real, device=buffer.device)
-        buffer.backend.emit(
-            buffer.flat, buffer.marks, buffer.live, buffer.segments, buffer.tiles, buffer.scalars, grads
-        )
-        held = []
+        buffer.backend.emit(buffer.flat, marks, buffer.live, buffer.segments, buffer.tiles, buffer.scalars, grads)
         live = [1] * len(grads) if buffer.live is None else buffer.live.tolist()
         for k in segments:
             if not live[k]:  # all its gradients were left out: as one without a gradient
@@ -371,8 +378,10 @@ Update = FusedUpdate | WrappedUpdate
 FUSED_ONLY = {"state_dtype": None, "master_weights": False, "rounding": "nearest"}
 
 
-def choose(optimizer: Optimizer, options: Options, more: Sequence[Tensor] = ()) -> Update:
+def choose(optimizer: Optimizer, options: Options, more: Sequence[Tensor] = (), live: bool = False) -> Update:
     """The update that options and parameters ask for, `more` parameters that are about to come included.
+
+    live: whether `p.grad` is a view of the sums (steps=None).
 
     Raises ValueError with the reason where an option needs the fused update and it is not possible, and for parameters
     that cannot be rounded as was asked for.
@@ -391,4 +400,4 @@ def choose(optimizer: Optimizer, options: Options, more: Sequence[Tensor] = ()) 
                 f"{NAME}: {name}={value!r} needs the fused update, which is not possible because {why}; leave "
                 f"{name} out, or give an optimizer and parameters that can be fused"
             )
-    return WrappedUpdate(optimizer)
+    return WrappedUpdate(optimizer, as_they_are=live and options.max_norm is None)

@@ -15,7 +15,11 @@ from fusedaccum import capture, folding
 from fusedaccum.boundary import Boundary
 from fusedaccum.counts import Counts
 from fusedaccum.flat_buffer import FlatBuffer
+from fusedaccum.in_backward import InBackward
 from fusedaccum.length import Length, Steps
+from fusedaccum.live_grads import LiveGrads
+from fusedaccum.micro import Micro, begin
+from fusedaccum.nesting import Nesting
 from fusedaccum.nonfinite import NonFinite
 from fusedaccum.notices import warn_low_moments, warn_low_precision, warn_open_window
 from fusedaccum.ops import TOUCHED
@@ -38,6 +42,7 @@ class Window:
         self.mode: str | None = None
         self.items: float | Tensor = 0.0
         self.announced: tuple[Any, Any] | None = None  # (mean_of, sum_of) that micro_batch() gave
+        self.begun: Micro | None = None  # the micro-batch of which gradients have been folded already
         self.nonfinite = NonFinite(options.nonfinite, options.amp_scaling)
         self._skipped_micro_batches = 0
         self.buffers: list[FlatBuffer] = []
@@ -54,7 +59,11 @@ class Window:
         self.norm: Tensor | float | None = None  # of what the last window updated with
         self.boundary = Boundary()
         self._warned = False
+        self.nesting = Nesting()
         self.update = self.choose_update()
+        self.in_backward = InBackward(options.bucket_mb) if options.fold == "backward" else None
+        self.live = LiveGrads() if steps is None else None
+        self.hook_parameters()
 
     # What was chosen
 
@@ -62,7 +71,8 @@ class Window:
         """See `update.choose`. What holds a sum is updated, frozen or not."""
         there = set(map(id, parameters(self.optimizer)))
         touched = [buffer.params[k] for buffer in self.buffers for k in buffer.touched_segments()]
-        return choose(self.optimizer, self.options, [*more, *(p for p in touched if id(p) in there)])
+        more = [*more, *(p for p in touched if id(p) in there)]
+        return choose(self.optimizer, self.options, more, live=self.coming.value is None)
 
     def warn_about_precision(self) -> None:
         """Say once that parameters of low precision lose small updates, and what helps."""
@@ -113,7 +123,14 @@ class Window:
         self._unplaced = [p for p in params if p not in self.place]
         for buffer in self.buffers:
             buffer.addresses = buffer.addresses_now()
+        self.hook_parameters()
         self.warn_about_precision()
+
+    def hook_parameters(self) -> None:
+        """Have the parameters that can get gradients tell of them as they appear, where that was asked for."""
+        for listener in (self.in_backward, self.live):
+            if listener is not None:
+                listener.hook(self)
 
     # One micro-batch
 
@@ -129,91 +146,58 @@ class Window:
         grad_scale: what they have been multiplied by. found_inf: where it is not 0 they are left out. Tensors of one
         element, of a GradScaler.
         """
-        weighted = mean_of is not None or sum_of is not None
-        self.graphs.leave(self)
-        self.check_mode(weighted)
-        length = self.length_now()
-        scale: float | Tensor = 1.0
-        if mean_of is not None:
-            scale = mean_of
-        elif isinstance(sum_of, Tensor):
-            scale = sum_of != 0
-        elif not weighted and self.options.reduction == "mean":
-            scale = 1.0 / length
-        if grad_scale is not None:
-            scale = folding.times(grad_scale.double().reciprocal(), scale)
-        items = mean_of if mean_of is not None else sum_of
-        if capturing := capture.is_capturing():
-            self.graphs.check_capture(self, weighted, scale)
+        if self.live is not None:
+            self.live.check_step(mean_of, sum_of)
+            self.mode, self.length, self.pending = PLAIN, 1, 1  # of what `p.grad` holds
+            return
+        capturing = capture.is_capturing()
+        if self.begun:
+            micro = self.begun.settled(self, mean_of, sum_of)
+            self.locate()
         else:
-            self.graphs.check_eager(self)
-        self.locate()
-        last = self.pending + 1 >= length
+            micro = begin(self, mean_of, sum_of, grad_scale)
         kept = None
-        if isinstance(items, Tensor):
-            self.keep_live()  # whether it is 0, only the device knows
-        if isinstance(items, float) and items == 0.0:
+        if micro.is_empty:
             self.midway = True
             self.dropped = self.dropped or any(p.grad is not None for p in self.params)
             folding.discard(self.params)
-        else:
+        elif not self.begun or any(p.grad is not None for p in self.params):
             with self.graphs.adding(self) if capturing else nullcontext():
-                kept = folding.fold(self, scale, norm=last, found_inf=found_inf, items=items)
+                kept = folding.fold(self, micro.scale, norm=micro.last, found_inf=found_inf, items=micro.items)
+        self._count(micro, kept)
+        if capturing:
+            self.graphs.end_fold(self)
+
+    def _count(self, micro: Micro, kept: Tensor | None) -> None:
+        """A micro-batch has been folded. kept: 1 or 0, whether it was, where only the device knows."""
+        items = micro.items
         if kept is not None or self.nonfinite.counts or self.nonfinite.kept is not None:
             self.nonfinite.count(1.0 if kept is None else kept)
             items = items if items is None or kept is None else folding.times(kept, items)
         if items is not None:
             self.items = self.items + as_float64(items, self.items)
-        self.mode = WEIGHTED if weighted else PLAIN
-        self.length = length
-        if capturing:
-            self.graphs.end_fold(self)
+        self.mode = WEIGHTED if micro.weighted else PLAIN
+        self.length = micro.length
         self.pending += 1
         self.counts.nothing_updated()
-        self.announced = None
+        self.announced = self.begun = None
         self.saved = self.midway = False
-
-    def check_mode(self, weighted: bool) -> None:
-        """Refuse a micro-batch with item counts, or without, where the window cannot take it."""
-        mode = WEIGHTED if weighted else PLAIN
-        if weighted and self.options.reduction == "sum":
-            raise ValueError(
-                f"{NAME}: mean_of and sum_of are per-item means and reduction='sum' adds micro-batches up; "
-                "leave the item counts out, or use reduction='mean'"
-            )
-        if (self.pending or self.graphs.captured) and self.mode != mode:
-            raise ValueError(
-                f"{NAME}: this window holds {self.micro_batches} {self.mode} micro-batches and a {mode} one was "
-                "given; give mean_of or sum_of with every micro-batch of a window or with none, or reset() the window"
-            )
-
-    def announce(self, mean_of: float | Tensor | None, sum_of: float | Tensor | None) -> None:
-        """Keep the item count of the coming micro-batch."""
-        weighted = mean_of is not None or sum_of is not None
-        self.check_mode(weighted)
-        # A copy: the caller may count the next batch in the same tensor before step() is called.
-        given = tuple(n.clone() if isinstance(n, Tensor) else n for n in (mean_of, sum_of))
-        self.announced = given if weighted else None
-
-    def counts_of(self, mean_of: float | Tensor | None, sum_of: float | Tensor | None) -> tuple[Any, Any]:
-        """The item count of a micro-batch: what was announced, or what step() was given."""
-        if self.announced is None:
-            return mean_of, sum_of
-        if mean_of is not None or sum_of is not None:
-            raise ValueError(
-                f"{NAME}: this micro-batch was given a count by micro_batch() and another by step(); give it in one "
-                "place"
-            )
-        return self.announced
 
     def length_now(self) -> int:
         """Micro-batches of the open window, or of the one that the next micro-batch begins.
 
         Where `steps` is a function this may wait for the device, which knows how many updates there were.
         """
+        if self.begun:
+            return self.begun.length
         if self.pending or self.graphs.captured:
             return self.length
         return self.coming.of_update(lambda: self.updates)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the window holds anything that would be lost with it."""
+        return bool(self.micro_batches or self.begun)
 
     @property
     def full(self) -> bool:
@@ -245,7 +229,9 @@ class Window:
         if not self.boundary.in_pre_hook:
             folding.follow(self, thorough=True)
         buffer, k = self.place.get(param, (None, 0))
-        if buffer is None or not buffer.is_touched(k):
+        if self.live is not None and (held := self.live.sum_of(param)) is not None:
+            return held
+        if buffer is None or self.live is not None or not buffer.is_touched(k):
             if buffer is None and not any(param is p for p in parameters(self.optimizer)):
                 raise ValueError(
                     f"{NAME}: master_grad was given a tensor of shape {tuple(param.shape)} that is not a parameter "
@@ -273,7 +259,9 @@ class Window:
         self.coming.ask_again()
         if self.graphs.begin_window(self.buffers):
             self.length, self.mode = self.graphs.length, PLAIN
-        self.announced = None
+        self.announced = self.begun = None
+        if self.in_backward is not None:
+            self.in_backward.forget()
         self.dropped = self.midway = False
         self.counts.nothing_updated()
 
@@ -297,6 +285,13 @@ class Window:
         if self.closed:
             raise RuntimeError(f"{NAME}: close() was called; wrap the optimizer again to go on accumulating")
 
+    def check_owns_boundary(self, call: str, instead: str) -> None:
+        """Refuse a call that is about windows where the caller of `step()` owns them."""
+        if self.live is not None:
+            raise RuntimeError(
+                f"{NAME}: {call} has no meaning with steps=None: {instead}; leave it out, or use steps=N"
+            )
+
     def check_usable(self) -> None:
         """`check_open` and `check_sound`."""
         self.check_open()
@@ -310,11 +305,13 @@ class Window:
                 "counts; reset() drops it (the parameters may hold its update), load_state_dict() after that goes back "
                 "to a saved state"
             )
+        if self.in_backward is not None:
+            self.in_backward.check_ended()
 
     def nothing_to_flush(self) -> bool:
         """Whether the window is empty, which makes this call one that updated nothing."""
         self.graphs.leave(self)
-        empty = not self.pending and not self.graphs.captured
+        empty = not self.pending and not self.begun and not self.graphs.captured
         if empty:
             self.counts.nothing_updated()
         return empty
@@ -322,6 +319,10 @@ class Window:
     def release(self) -> None:
         """Give up the buffers; the wrapper is of no further use."""
         self.closed = True
+        if self.in_backward is not None:
+            self.in_backward.unhook()
+        if self.live is not None:
+            self.live.close()
         self.update.replace(self.buffers, [])
         self.buffers, self.place, self.params, self._unplaced = [], {}, [], []
 
@@ -364,5 +365,6 @@ class Window:
         self.norm = grad_norm
 
     def __del__(self) -> None:
-        if getattr(self, "pending", 0) and not self.saved and not self.closed and not self.graphs.captured:
+        open_ = getattr(self, "pending", 0) or getattr(self, "begun", None)
+        if open_ and not self.saved and not self.closed and not self.graphs.captured:
             warn_open_window(self, "was dropped")

@@ -96,6 +96,18 @@ REFUSED = {
     "skipped_micro_batches": [ABSENT, *NO_INT],
     "rounding": [*NO_TUPLE[:-1], (1,), (1, 2, 3), (-1, 0), (0, -1), (0, 2**63), (0, True), (0, 1.0), ("0", 0)],
     "dropped": [None, 0, 1, "True", (), torch.tensor(True)],
+    "begun": [
+        *NO_TUPLE[:-1],
+        *(
+            (1.0,),
+            (1.0, None),
+            (None, None, False),
+            (-1.0, None, False),
+            ("1", None, True),
+            (torch.ones(2), None, True),
+        ),
+        *((1.0, 2.0, False), (1.0, None, 1), (1.0, -1.0, True), (1.0, "2", True), (1.0, torch.ones(2), True)),
+    ],
     "sums": [ABSENT, *NO_TENSORS],
     "masters": [ABSENT, *NO_TENSORS],
     "shapes": [ABSENT, *NO_TUPLE, lambda old: old[:-1], lambda old: old[::-1], changed(0, [3]), changed(0, ("3",))],

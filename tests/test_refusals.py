@@ -53,7 +53,7 @@ def test_20_steps(steps):
 @pytest.mark.parametrize("steps", [0, -1, 1.5, True, "8", None], ids=repr)
 def test_20_steps_set_later(steps):
     toy = Toy(4).run([1])
-    with refused(toy.w, "steps", repr(steps), "integer|positive|at least 1|int"):
+    with refused(toy.w, "steps", repr(steps), "close" if steps is None else "integer|positive|at least 1|int"):
         toy.w.steps = steps
     assert toy.w.steps == 4
     toy.run([1] * 3)
@@ -62,8 +62,6 @@ def test_20_steps_set_later(steps):
 
 # option, value, what the text must hold besides the option's name
 LATER = [
-    ("steps", None, ["None", "integer|positive|int"]),
-    ("fold", "backward", ["backward", "step"]),
     ("fold_every", 2, ["2", "1"]),
     ("process_group", "pg", ["pg", "None"]),
     ("wire_dtype", torch.bfloat16, ["bfloat16", "float32"]),
@@ -76,6 +74,8 @@ UNKNOWN = [
     ("rounding_seed", 5, ["5", "stochastic"]),
     ("reduction", None, ["None", "mean", "sum"]),
     ("fold", "later", ["later", "step"]),
+    *(("bucket_mb", mb, [re.escape(repr(mb)), "above 0"]) for mb in (0, -1, True, "25", float("inf"), float("nan"))),
+    ("bucket_mb", 5, ["5", "fold='backward'"]),
     ("nonfinite", "ignore", ["ignore", "propagate", "skip_window", "skip_micro", "raise"]),
     ("nonfinite", None, ["None", "propagate"]),
     ("update", "maybe", ["maybe", "auto", "fused", "wrapped"]),

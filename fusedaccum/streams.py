@@ -1,0 +1,37 @@
+"""CUDA streams: the backward of a side stream's forward runs on that stream, and one fold follows another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+class Streams:
+    """Orders what hooks launch. On a CPU there is nothing to order."""
+
+    def __init__(self) -> None:
+        self._of: dict[
+            Tensor, tuple[torch.cuda.Stream, Tensor]
+        ] = {}  # parameter: where its gradient was made, gradient
+        self._last: dict[torch.device, torch.cuda.Stream] = {}  # where a buffer was written last
+
+    def note(self, p: Tensor) -> None:
+        """The gradient of `p` is being made by what the current stream holds."""
+        if p.device.type == "cuda":
+            self._of[p] = torch.cuda.current_stream(p.device), p.grad
+
+    def join(self, params: Iterable[Tensor]) -> None:
+        """What is launched next reads the gradients of `params`, and writes to the buffer."""
+        for device in {p.device for p in params if p in self._of}:
+            here = torch.cuda.current_stream(device)
+            before = {self._last[device]} if device in self._last else set()
+            for p in [p for p in params if p.device == device]:
+                stream, grad = self._of.pop(p)
+                if stream != here:
+                    before.add(stream)
+                    grad.record_stream(here)  # its memory is not given to anybody else before that
+            for stream in before - {here}:
+                here.wait_stream(stream)
+            self._last[device] = here
