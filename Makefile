@@ -34,6 +34,7 @@ bench: $(TOOLS_STAMP)
 	  --benchmark-columns=min,median,rounds --benchmark-group-by=group $(if $(findstring --quick,$(BENCH_FLAGS)),--quick)
 	$(PY) -m bench.report $(OUT)/bench/pytest.json
 	$(PY) -m bench --json $(OUT)/bench/bench.json $(BENCH_FLAGS)
+	$(PY) -m bench.modes --json $(OUT)/bench/modes.json $(if $(findstring --quick,$(BENCH_FLAGS)),--quick)
 
 lint: $(TOOLS_STAMP)
 	$(VENV)/bin/ruff check .

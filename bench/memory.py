@@ -14,6 +14,11 @@ from torch.profiler import ProfilerActivity, profile
 
 def peak_allocated(work: Callable[[], object]) -> int:
     """Bytes: the most that `work` held at once of what it allocated itself."""
+    return peak_and_held(work)[0]
+
+
+def peak_and_held(work: Callable[[], object]) -> tuple[int, int]:
+    """Bytes: the most that `work` held at once of what it allocated itself, and what it left behind."""
     # What an earlier contender left to the garbage collector would count as given back by this one.
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -23,4 +28,4 @@ def peak_allocated(work: Callable[[], object]) -> int:
     for event in sorted(events, key=lambda event: event.start_ns()):
         held += event.nbytes()
         peak = max(peak, held)
-    return peak
+    return peak, held

@@ -41,6 +41,7 @@ class InBackward:
         self._folded = False  # something of the passes that are under way
         self._first = False  # whether they are the first ones of a micro-batch
         self._sizes: dict[Tensor, int] = {}  # of the gradient that came after a parameter's
+        self._largest = 0  # bytes, of a gradient whose size is not known yet
         self._before: Tensor | None = None  # whose gradient came last
         self._streams = Streams()
         self._parts: dict[Tensor, tuple[FlatBuffer, Part]] = {}
@@ -54,6 +55,7 @@ class InBackward:
             for part in buffer.parts(self.limit)
             for p in buffer.params[part.first : part.last]
         }
+        self._largest = max((p.nbytes for p in window.place), default=0)
 
     def unhook(self) -> None:
         """Have no part in backwards any more."""
@@ -98,7 +100,7 @@ class InBackward:
             self._left = p
             if self._hooks.is_last(p):
                 self._take(window)
-                if self._held + self._sizes.get(p, self._largest(window)) > self.limit:
+                if self._held + self._sizes.get(p, self._largest) > self.limit:
                     self._fold(window)
 
     def _begin(self, window: Window) -> None:
@@ -135,9 +137,6 @@ class InBackward:
         self._held += _bytes(p.grad)
         self._streams.note(p)
         p.grad = None
-
-    def _largest(self, window: Window) -> int:
-        return max((p.nbytes for p in window.place), default=0)
 
     def _fold(self, window: Window) -> None:
         """Fold what is in the bucket, with one call for each part of a buffer that it belongs to."""
