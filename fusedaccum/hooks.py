@@ -122,6 +122,9 @@ class ParameterHooks:
         for p in list(self._handles):
             self._remove(p)
 
+    def __del__(self) -> None:
+        self.remove()
+
 
 def _before(known: weakref.ref[Window], listener: str, param: weakref.ref[Tensor]) -> Callable[[Tensor], None]:
     def before(grad: Tensor) -> None:

@@ -40,6 +40,7 @@ class InBackward:
         self.backwards = 0  # that have ended in this micro-batch
         self._folded = False  # something of the passes that are under way
         self._first = False  # whether they are the first ones of a micro-batch
+        self._largest = 0  # bytes of a parameter
         self._sizes: dict[Tensor, int] = {}  # of the gradient that came after a parameter's
         self._largest = 0  # bytes, of a gradient whose size is not known yet
         self._before: Tensor | None = None  # whose gradient came last
@@ -49,6 +50,7 @@ class InBackward:
     def hook(self, window: Window) -> None:
         """Hook the parameters that can get gradients, and no others. The window's buffers may be new."""
         self._hooks.fit(window, "in_backward")
+        self._largest = max((p.nbytes for p in window.place), default=0)
         self._parts = {
             p: (buffer, part)
             for buffer in window.buffers
@@ -61,6 +63,7 @@ class InBackward:
         """Have no part in backwards any more."""
         self._hooks.remove()
         self.forget()
+        self._parts, self._sizes = {}, {}
 
     def forget(self) -> None:
         """The window is over. Gradients that are not folded yet are dropped with it."""
@@ -68,6 +71,7 @@ class InBackward:
             self._bucket, self._held, self._left, self._before = {}, 0, None, None
             self._folded = self._first = False
             self.passes.forget()
+            self._streams.forget()
 
     def check_ended(self) -> None:
         """Refuse to go on with gradients of half a backward."""
@@ -82,8 +86,7 @@ class InBackward:
         with self._lock, modes.no_grad():
             if p.grad is None:  # a hook before this one has taken it
                 return
-            self._begin(window)
-            if p not in window.place:
+            if not self._begin(window, p):
                 return
             self.passes.enter(lambda: self._end(window), lambda: self._fail(window))
             if window.begun.is_empty:
@@ -103,12 +106,18 @@ class InBackward:
                 if self._held + self._sizes.get(p, self._largest) > self.limit:
                     self._fold(window)
 
-    def _begin(self, window: Window) -> None:
-        """The first gradient of a micro-batch says what becomes of all of them. Raises before anything is changed."""
+    def _begin(self, window: Window, p: Tensor) -> bool:
+        """The first gradient of a micro-batch says what becomes of all of them. Raises before anything is changed.
+
+        Returns whether the window has a place for that of `p`.
+        """
         if self.passes.failed:
             self.check_ended()
         if window.begun:
-            return
+            if not self.passes.unfinished:  # another backward of it, before which parameters may have changed
+                window.locate()
+                folding.follow(window, thorough=False)
+            return p in window.place
         window.check_usable()
         if capture.is_capturing():
             raise RuntimeError(
@@ -121,9 +130,12 @@ class InBackward:
         else:
             micro = begin(window, *(window.announced or (None, None)))
         folding.follow(window, thorough=False)
+        if p not in window.place:
+            return False
         window.begun, window.length, window.saved = micro, micro.length, False
         self.backwards = 0
         self._first = True
+        return True
 
     def _take(self, window: Window) -> None:
         """Put the gradient that was left with its parameter into the bucket."""
@@ -133,9 +145,9 @@ class InBackward:
         if p in self._bucket:
             self._fold(window)
         buffer, _ = self._parts[p]
-        self._bucket[p] = folding.acceptable(window, buffer, p)
-        self._held += _bytes(p.grad)
-        self._streams.note(p)
+        self._bucket[p] = grad = folding.acceptable(window, buffer, p)
+        self._held += _bytes(grad)
+        self._streams.note(p, grad)
         p.grad = None
 
     def _fold(self, window: Window) -> None:
@@ -152,7 +164,11 @@ class InBackward:
         self._streams.join(self._bucket)
         window.midway = True
         for part, (buffer, grads) in together.items():
-            buffer.fold(grads, micro.scale, micro.last, part)
+            try:
+                buffer.fold(grads, micro.scale, micro.last, part)
+            except folding.REFUSALS:
+                window.midway = self._folded
+                raise
             self._folded = True
         self._bucket, self._held = {}, 0
         window.midway = False
@@ -160,8 +176,13 @@ class InBackward:
     def _end(self, window: Window) -> None:
         """A backward came to its end: nothing of it waits for the next one."""
         with self._lock, modes.no_grad():
-            self._take(window)
-            self._fold(window)
+            try:
+                self._take(window)
+                self._fold(window)
+            except BaseException:
+                self.passes.failed = True
+                self._fail(window)
+                raise
             self._folded, self._first, self._before = False, False, None
             self.backwards += 1
             self._hooks.come_last()
@@ -172,7 +193,10 @@ class InBackward:
             if self._folded:
                 return
             for p, grad in self._bucket.items():
-                p.grad = grad if p.grad is None else p.grad + grad
+                if p.grad is None:
+                    p.grad = grad
+                else:
+                    p.grad = p.grad + grad if grad.is_sparse else grad + p.grad
             if self._first:
                 window.begun = None
             self.forget()

@@ -46,19 +46,23 @@ class Passes:
         self._open.add(end.token)
         torch.autograd.Variable._execution_engine.queue_callback(end)
         if (node := _node_around()) is not None:
-            self._follow(node, ended, failed)
+            self._follow(node, this, ended, failed)
         return True
 
-    def _follow(self, node: Any, ended: Callable[[], None], failed: Callable[[], None]) -> None:
-        """Enter the pass that `node` belongs to as soon as the pass inside of it is over."""
+    def _follow(self, node: Any, inside: int, ended: Callable[[], None], failed: Callable[[], None]) -> None:
+        """Enter the pass that `node` belongs to as soon as the pass `inside` of it is over."""
         link = object()
         self._open.add(link)
 
         def after(grad_inputs: Any, grad_outputs: Any) -> None:
             handle.remove()
-            if link in self._open:
-                self.enter(ended, failed)
-                self._open.discard(link)
+            if link not in self._open:
+                return
+            if torch._C._current_graph_task_id() > inside:  # a later pass: the one around it was left by an exception
+                self.failed = True
+                return
+            self.enter(ended, failed)
+            self._open.discard(link)
 
         handle = node.register_hook(after)
 

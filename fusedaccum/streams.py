@@ -12,15 +12,17 @@ class Streams:
     """Orders what hooks launch. On a CPU there is nothing to order."""
 
     def __init__(self) -> None:
-        self._of: dict[
-            Tensor, tuple[torch.cuda.Stream, Tensor]
-        ] = {}  # parameter: where its gradient was made, gradient
+        self._of: dict[Tensor, tuple[torch.cuda.Stream, Tensor]] = {}  # where the gradient of a parameter was made
         self._last: dict[torch.device, torch.cuda.Stream] = {}  # where a buffer was written last
 
-    def note(self, p: Tensor) -> None:
-        """The gradient of `p` is being made by what the current stream holds."""
+    def note(self, p: Tensor, grad: Tensor) -> None:
+        """`grad`, that of `p`, is being made by what the current stream holds."""
         if p.device.type == "cuda":
-            self._of[p] = torch.cuda.current_stream(p.device), p.grad
+            self._of[p] = torch.cuda.current_stream(p.device), grad
+
+    def forget(self) -> None:
+        """Gradients that were noted will not be read."""
+        self._of = {}
 
     def join(self, params: Iterable[Tensor]) -> None:
         """What is launched next reads the gradients of `params`, and writes to the buffer."""
@@ -31,7 +33,8 @@ class Streams:
                 stream, grad = self._of.pop(p)
                 if stream != here:
                     before.add(stream)
-                    grad.record_stream(here)  # its memory is not given to anybody else before that
+                    for memory in (grad._indices(), grad._values()) if grad.is_sparse else (grad,):
+                        memory.record_stream(here)  # it is not given to anybody else before that
             for stream in before - {here}:
                 here.wait_stream(stream)
             self._last[device] = here
