@@ -157,11 +157,10 @@ def repair(window: Window) -> bool:
     return done
 
 
-def acceptable(window: Window, buffer: FlatBuffer, p: Tensor) -> Tensor:
-    """The gradient of `p`, as a buffer's fold takes it. Raises TypeError or ValueError as `repair` does."""
-    grad, k = p.grad, window.place[p][1]
-    if type(grad) not in PLAIN:
-        _check_subclasses(window)
+def acceptable(window: Window, buffer: FlatBuffer, p: Tensor, grad: Tensor) -> Tensor:
+    """`grad`, the gradient of `p`, as a buffer's fold takes it. Raises TypeError or ValueError as `repair` does."""
+    k = window.place[p][1]
+    _check_subclass(window, p, grad)
     _check(window, p, grad)
     if grad.is_sparse:
         buffer.sparse.add(k)
@@ -172,11 +171,16 @@ def acceptable(window: Window, buffer: FlatBuffer, p: Tensor) -> Tensor:
 
 def _check_subclasses(window: Window) -> None:
     for p in window.place:
-        if (grad := p.grad) is not None and not is_plain(grad):
-            raise TypeError(
-                f"{NAME}: the gradient of {describe(window, p)} is a {type(grad).__name__}, a tensor subclass with "
-                "__torch_dispatch__, whose numbers are where only the class knows; set `p.grad` to a plain tensor"
-            )
+        if p.grad is not None:
+            _check_subclass(window, p, p.grad)
+
+
+def _check_subclass(window: Window, p: Tensor, grad: Tensor) -> None:
+    if not is_plain(grad):
+        raise TypeError(
+            f"{NAME}: the gradient of {describe(window, p)} is a {type(grad).__name__}, a tensor subclass with "
+            "__torch_dispatch__, whose numbers are where only the class knows; set `p.grad` to a plain tensor"
+        )
 
 
 def _check(window: Window, p: Tensor, grad: Tensor) -> None:

@@ -97,9 +97,13 @@ class ParameterHooks:
             if before:
                 self._before[p] = p.register_hook(_before(known, listener, weakref.ref(p)))
 
-    def is_last(self, p: Tensor) -> bool:
+    def number(self, p: Tensor) -> int:
+        """The number of our hook among those of `p`; -1 where `p` has none."""
+        return self._handles[p].id if p in self._handles else -1
+
+    def is_last(self, p: Tensor, number: int) -> bool:
         """Whether nobody else's hook on `p` runs after ours, and may look at its gradient; `come_last` mends it."""
-        last = next(reversed(p._post_accumulate_grad_hooks)) == self._handles[p].id
+        last = next(reversed(p._post_accumulate_grad_hooks)) == number
         if not last:
             self._behind.append(p)
         return last

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -21,6 +22,18 @@ if TYPE_CHECKING:
 MIB = 2**20
 
 
+@dataclass(eq=False)
+class Slot:
+    """What a hook has to know of its parameter: where it belongs, and what came of it."""
+
+    buffer: FlatBuffer
+    part: Part
+    index: int  # in the part
+    hook: int  # the number of our hook among those of the parameter
+    next_size: int | None = None  # bytes of the gradient that came after its own in the last backward
+    grad: Tensor | None = None  # in the bucket
+
+
 class InBackward:
     """Takes the gradients of one wrapper's parameters out of the backward.
 
@@ -34,41 +47,44 @@ class InBackward:
         self.passes = Passes()
         self._hooks = ParameterHooks()
         self._lock = threading.RLock()  # the engine has a thread for each device
-        self._bucket: dict[Tensor, Tensor] = {}
+        self._slots: dict[
+            int, Slot
+        ] = {}  # by the parameter's identity: a tensor's hash takes as long as all of the rest
+        self._bucket: list[tuple[Tensor, Slot]] = []
         self._held = 0  # bytes in the bucket
         self._left: Tensor | None = None  # whose gradient is still its own, because somebody may look at it
         self.backwards = 0  # that have ended in this micro-batch
         self._folded = False  # something of the passes that are under way
         self._first = False  # whether they are the first ones of a micro-batch
-        self._largest = 0  # bytes of a parameter
-        self._sizes: dict[Tensor, int] = {}  # of the gradient that came after a parameter's
         self._largest = 0  # bytes, of a gradient whose size is not known yet
-        self._before: Tensor | None = None  # whose gradient came last
+        self._before: Slot | None = None  # of the gradient that came last
         self._streams = Streams()
-        self._parts: dict[Tensor, tuple[FlatBuffer, Part]] = {}
 
     def hook(self, window: Window) -> None:
         """Hook the parameters that can get gradients, and no others. The window's buffers may be new."""
         self._hooks.fit(window, "in_backward")
-        self._largest = max((p.nbytes for p in window.place), default=0)
-        self._parts = {
-            p: (buffer, part)
-            for buffer in window.buffers
-            for part in buffer.parts(self.limit)
-            for p in buffer.params[part.first : part.last]
-        }
+        old, self._slots = self._slots, {}
+        for buffer in window.buffers:
+            for part in buffer.parts(self.limit):
+                for index, p in enumerate(buffer.params[part.first : part.last]):
+                    was = old.get(id(p))
+                    known = (was.next_size, was.grad) if was else (None, None)
+                    self._slots[id(p)] = Slot(buffer, part, index, self._hooks.number(p), *known)
+        self._bucket = [(p, self._slots[id(p)]) for p, _ in self._bucket if id(p) in self._slots]
         self._largest = max((p.nbytes for p in window.place), default=0)
 
     def unhook(self) -> None:
         """Have no part in backwards any more."""
         self._hooks.remove()
         self.forget()
-        self._parts, self._sizes = {}, {}
+        self._slots = {}
 
     def forget(self) -> None:
         """The window is over. Gradients that are not folded yet are dropped with it."""
         with self._lock:
-            self._bucket, self._held, self._left, self._before = {}, 0, None, None
+            for _, slot in self._bucket:
+                slot.grad = None
+            self._bucket, self._held, self._left, self._before = [], 0, None, None
             self._folded = self._first = False
             self.passes.forget()
             self._streams.forget()
@@ -83,28 +99,33 @@ class InBackward:
 
     def arrive(self, window: Window, p: Tensor) -> None:
         """A hook: the gradient of `p` has been accumulated."""
-        with self._lock, modes.no_grad():
-            if p.grad is None:  # a hook before this one has taken it
+        with self._lock:
+            if (grad := p.grad) is None:  # a hook before this one has taken it
                 return
-            if not self._begin(window, p):
+            if not self.passes.is_known:
+                with modes.no_grad():
+                    if not self._begin(window, p):
+                        return
+                self.passes.enter(lambda: self._end(window), lambda: self._fail(window))
+            if (slot := self._slots.get(id(p))) is None:
                 return
-            self.passes.enter(lambda: self._end(window), lambda: self._fail(window))
             if window.begun.is_empty:
                 p.grad, window.dropped = None, True
                 return
-            if self._left is not p:
-                self._take(window)
-            size = _bytes(p.grad)
+            if self._left is not None and self._left is not p:
+                self._take(window, self._left)
+            size = _bytes(grad)
             if self._before is not None:
-                self._sizes[self._before] = size
-            self._before = p
+                self._before.next_size = size
+            self._before = slot
             if self._held + size > self.limit:
                 self._fold(window)
-            self._left = p
-            if self._hooks.is_last(p):
-                self._take(window)
-                if self._held + self._sizes.get(p, self._largest) > self.limit:
-                    self._fold(window)
+            if not self._hooks.is_last(p, slot.hook):
+                self._left = p
+                return
+            self._take(window, p)
+            if self._held + (self._largest if slot.next_size is None else slot.next_size) > self.limit:
+                self._fold(window)
 
     def _begin(self, window: Window, p: Tensor) -> bool:
         """The first gradient of a micro-batch says what becomes of all of them. Raises before anything is changed.
@@ -137,15 +158,16 @@ class InBackward:
         self._first = True
         return True
 
-    def _take(self, window: Window) -> None:
-        """Put the gradient that was left with its parameter into the bucket."""
-        p, self._left = self._left, None
-        if p is None or p.grad is None:
+    def _take(self, window: Window, p: Tensor) -> None:
+        """Put the gradient of `p` into the bucket."""
+        self._left = None
+        if (grad := p.grad) is None:
             return
-        if p in self._bucket:
+        slot = self._slots[id(p)]
+        if slot.grad is not None:
             self._fold(window)
-        buffer, _ = self._parts[p]
-        self._bucket[p] = grad = folding.acceptable(window, buffer, p)
+        slot.grad = grad
+        self._bucket.append((p, slot))
         self._held += _bytes(grad)
         self._streams.note(p, grad)
         p.grad = None
@@ -154,14 +176,30 @@ class InBackward:
         """Fold what is in the bucket, with one call for each part of a buffer that it belongs to."""
         if not self._bucket:
             return
-        micro = window.begun
+        self._streams.join([p for p, _ in self._bucket])
+        with modes.no_grad():
+            try:
+                self._fold_parts(window)
+            except folding.REFUSALS:
+                if self._folded:
+                    raise
+                for p, slot in self._bucket:
+                    slot.grad = folding.acceptable(window, slot.buffer, p, slot.grad)
+                self._fold_parts(window)
+        for _, slot in self._bucket:
+            slot.grad = None
+        self._bucket, self._held = [], 0
+
+    def _fold_parts(self, window: Window) -> None:
         together: dict[Part, tuple[FlatBuffer, list[Tensor | None]]] = {}
-        for p, grad in self._bucket.items():
-            buffer, part = self._parts[p]
+        for p, slot in self._bucket:
+            if type(slot.grad) not in folding.PLAIN:
+                folding.acceptable(window, slot.buffer, p, slot.grad)
+            part = slot.part
             if part not in together:
-                together[part] = buffer, [None] * (part.last - part.first)
-            together[part][1][window.place[p][1] - part.first] = grad
-        self._streams.join(self._bucket)
+                together[part] = slot.buffer, [None] * (part.last - part.first)
+            together[part][1][slot.index] = slot.grad
+        micro = window.begun
         window.midway = True
         for part, (buffer, grads) in together.items():
             try:
@@ -170,14 +208,14 @@ class InBackward:
                 window.midway = self._folded
                 raise
             self._folded = True
-        self._bucket, self._held = {}, 0
         window.midway = False
 
     def _end(self, window: Window) -> None:
         """A backward came to its end: nothing of it waits for the next one."""
         with self._lock, modes.no_grad():
             try:
-                self._take(window)
+                if self._left is not None:
+                    self._take(window, self._left)
                 self._fold(window)
             except BaseException:
                 self.passes.failed = True
@@ -192,11 +230,11 @@ class InBackward:
         with self._lock:
             if self._folded:
                 return
-            for p, grad in self._bucket.items():
+            for p, slot in self._bucket:
                 if p.grad is None:
-                    p.grad = grad
+                    p.grad = slot.grad
                 else:
-                    p.grad = p.grad + grad if grad.is_sparse else grad + p.grad
+                    p.grad = p.grad + slot.grad if slot.grad.is_sparse else slot.grad + p.grad
             if self._first:
                 window.begun = None
             self.forget()

@@ -118,8 +118,8 @@ class LiveGrads:
         buffer, part = self._parts[p]
         k = window.place[p][1]
         grads: list[Tensor | None] = [None] * (part.last - part.first)
-        grads[k - part.first] = folding.acceptable(window, buffer, p)
-        self._streams.note(p)
+        grads[k - part.first] = folding.acceptable(window, buffer, p, p.grad)
+        self._streams.note(p, p.grad)
         self._streams.join([p])
         buffer.marks.numpy()[k] = TOUCHED if p in self._away else 0
         window.midway = True
@@ -149,7 +149,7 @@ class LiveGrads:
                 grad = p.grad
                 marks[k] = TOUCHED if grad is self.views[p] else 0
                 if grad is not None and not marks[k]:
-                    others[k] = folding.acceptable(window, buffer, p)
+                    others[k] = folding.acceptable(window, buffer, p, p.grad)
             buffer.touched = bool(marks.any())
             if any(grad is not None for grad in others):
                 buffer.fold(others, 1.0, False)

@@ -32,6 +32,11 @@ class Passes:
         """Whether a pass has begun and not ended, or ended with an exception."""
         return self.failed or bool(self._open)
 
+    @property
+    def is_known(self) -> bool:
+        """Whether this hook runs in the pass that the last one ran in, and that one entered it."""
+        return torch._C._current_graph_task_id() == self._known
+
     def enter(self, ended: Callable[[], None], failed: Callable[[], None]) -> bool:
         """To be called in every hook; returns whether it is the first of its pass.
 
