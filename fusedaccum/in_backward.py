@@ -12,7 +12,7 @@ from fusedaccum.flat_buffer import FlatBuffer, Part
 from fusedaccum.hooks import ParameterHooks
 from fusedaccum.micro import Micro, begin
 from fusedaccum.options import NAME, WEIGHTED
-from fusedaccum.passes import Passes
+from fusedaccum.passes import Passes, is_compiled
 from fusedaccum.streams import Streams
 
 if TYPE_CHECKING:
@@ -83,6 +83,8 @@ class InBackward:
         """A hook: the gradient of `p` has been accumulated."""
         with self._lock, modes.no_grad():
             if p.grad is None:  # a hook before this one has taken it
+                return
+            if is_compiled():  # nobody says when it is over: these gradients wait for step()
                 return
             if not self._begin(window, p):
                 return

@@ -98,6 +98,12 @@ class _End:
             self.failed()
 
 
+def is_compiled() -> bool:
+    """Whether hooks are called by compiled autograd, which drops what was queued for the end of a pass."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return module is not None and module.in_compiled_autograd_region
+
+
 def _node_around() -> Any:
     """The node of a custom function in whose backward this pass was begun; None where it is the outermost."""
     frame = sys._getframe(1)
