@@ -82,7 +82,7 @@ class InBackward:
     def arrive(self, window: Window, p: Tensor) -> None:
         """A hook: the gradient of `p` has been accumulated."""
         with self._lock, modes.no_grad():
-            if p.grad is None:  # a hook before this one has taken it
+            if p.grad is None or window.closed:  # by a hook before this one
                 return
             if is_compiled():  # nobody says when it is over: these gradients wait for step()
                 return
