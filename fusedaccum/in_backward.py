@@ -13,7 +13,7 @@ from fusedaccum.flat_buffer import FlatBuffer, Part
 from fusedaccum.hooks import ParameterHooks
 from fusedaccum.micro import Micro, begin
 from fusedaccum.options import NAME, WEIGHTED
-from fusedaccum.passes import Passes
+from fusedaccum.passes import Passes, is_compiled
 from fusedaccum.streams import Streams
 
 if TYPE_CHECKING:
@@ -100,9 +100,11 @@ class InBackward:
     def arrive(self, window: Window, p: Tensor) -> None:
         """A hook: the gradient of `p` has been accumulated."""
         with self._lock:
-            if (grad := p.grad) is None:  # a hook before this one has taken it
+            if (grad := p.grad) is None or window.closed:  # by a hook before this one
                 return
             if not self.passes.is_known:
+                if is_compiled():  # nobody says when it is over: these gradients wait for step()
+                    return
                 with modes.no_grad():
                     if not self._begin(window, p):
                         return

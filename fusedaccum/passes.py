@@ -35,7 +35,7 @@ class Passes:
     @property
     def is_known(self) -> bool:
         """Whether this hook runs in the pass that the last one ran in, and that one entered it."""
-        return torch._C._current_graph_task_id() == self._known
+        return self._known == torch._C._current_graph_task_id() != -1
 
     def enter(self, ended: Callable[[], None], failed: Callable[[], None]) -> bool:
         """To be called in every hook; returns whether it is the first of its pass.
@@ -101,6 +101,12 @@ class _End:
     def __del__(self) -> None:
         if self.passes.close(self.token, failed=True):
             self.failed()
+
+
+def is_compiled() -> bool:
+    """Whether hooks are called by compiled autograd, which drops what was queued for the end of a pass."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return module is not None and module.in_compiled_autograd_region
 
 
 def _node_around() -> Any:
