@@ -183,33 +183,34 @@ class InBackward:
             try:
                 self._fold_parts(window)
             except folding.REFUSALS:
-                if self._folded:
-                    raise
                 for p, slot in self._bucket:
-                    slot.grad = folding.acceptable(window, slot.buffer, p, slot.grad)
+                    if slot.grad is not None:
+                        slot.grad = folding.acceptable(window, slot.buffer, p, slot.grad)
                 self._fold_parts(window)
-        for _, slot in self._bucket:
-            slot.grad = None
         self._bucket, self._held = [], 0
 
     def _fold_parts(self, window: Window) -> None:
-        together: dict[Part, tuple[FlatBuffer, list[Tensor | None]]] = {}
+        together: dict[Part, list[Slot]] = {}
         for p, slot in self._bucket:
+            if slot.grad is None:  # folded before another part was refused
+                continue
             if type(slot.grad) not in folding.PLAIN:
                 folding.acceptable(window, slot.buffer, p, slot.grad)
-            part = slot.part
-            if part not in together:
-                together[part] = slot.buffer, [None] * (part.last - part.first)
-            together[part][1][slot.index] = slot.grad
+            together.setdefault(slot.part, []).append(slot)
         micro = window.begun
         window.midway = True
-        for part, (buffer, grads) in together.items():
+        for part, slots in together.items():
+            grads: list[Tensor | None] = [None] * (part.last - part.first)
+            for slot in slots:
+                grads[slot.index] = slot.grad
             try:
-                buffer.fold(grads, micro.scale, micro.last, part)
+                slots[0].buffer.fold(grads, micro.scale, micro.last, part)
             except folding.REFUSALS:
                 window.midway = self._folded
                 raise
             self._folded = True
+            for slot in slots:
+                slot.grad = None
         window.midway = False
 
     def _end(self, window: Window) -> None:
