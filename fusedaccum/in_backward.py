@@ -206,7 +206,7 @@ class InBackward:
             try:
                 slots[0].buffer.fold(grads, micro.scale, micro.last, part)
             except folding.REFUSALS:
-                window.midway = self._folded
+                window.midway = False  # nothing of it was written
                 raise
             self._folded = True
             for slot in slots:
