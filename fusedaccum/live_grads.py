@@ -39,6 +39,15 @@ class Place:
         """Make the view. Its version counter is its own: what is folded for others is no change of it."""
         self.view = self.buffer.view(self.k).data
 
+    def give_away(self) -> None:
+        """Something else is about to be put here: whoever has kept the view keeps its values, as without us.
+
+        It is ours alone where this object and the call hold it. Views of it are not seen.
+        """
+        if sys.getrefcount(self.view) > 2 or self.view._use_count() > 1:
+            self.view.data = self.view.data.clone()
+            self.look()
+
     def is_view(self, grad: Tensor | None) -> bool:
         """Whether `grad` is the view, and shows the sum: `p.grad.data = ...` has it show something else."""
         return grad is self.view and grad.data_ptr() == self.address
@@ -171,6 +180,8 @@ class LiveGrads:
             raise
         self._streams.note(p)
         self._streams.join([p])
+        if p not in self._away:
+            place.give_away()
         place.buffer.marks.numpy()[place.k] = TOUCHED if p in self._away else 0
         window.midway = True
         place.buffer.fold(grads, 1.0, False, place.part)
@@ -220,11 +231,13 @@ class LiveGrads:
     def _others(self, window: Window, buffer: FlatBuffer) -> list[Tensor | None]:
         """The gradients that are not our views. One that lies where sums do is copied: it may be another's."""
         grads: list[Tensor | None] = [None] * len(buffer.params)
-        for k, p in enumerate(buffer.params):
-            if p.grad is not None and not self._is_ours(p):
-                grad = folding.acceptable(window, buffer, p)
-                in_buffer = any(torch._C._is_alias_of(grad, b.flat) for b in window.buffers)
-                grads[k] = grad.clone() if in_buffer else grad
+        others = [(k, p) for k, p in enumerate(buffer.params) if p.grad is not None and not self._is_ours(p)]
+        for _, p in others:
+            self._places[p].give_away()
+        for k, p in others:
+            grad = folding.acceptable(window, buffer, p)
+            in_buffer = any(torch._C._is_alias_of(grad, b.flat) for b in window.buffers)
+            grads[k] = grad.clone() if in_buffer else grad
         return grads
 
     def sum_of(self, p: Tensor) -> Tensor | None:
