@@ -75,10 +75,11 @@ class ParameterHooks:
         self._before: dict[Tensor, RemovableHandle] = {}
         self._behind: list[Tensor] = []  # whose hooks of others were registered after ours
 
-    def fit(self, window: Window, listener: str, before: bool = False) -> None:
+    def fit(self, window: Window, listener: str, around: bool = False) -> None:
         """Hook every parameter that can get a gradient, and no other, with `arrive` of the window's `listener`.
 
-        before: also with its `before`, which runs ahead of autograd's addition.
+        around: also with its `before`, which runs ahead of autograd's addition and behind the hooks of others; its
+        `arrive` then runs ahead of those, which see `p.grad` as if there were no hook of ours.
         """
         wanted = {p: None for p in parameters(window.optimizer) if p.requires_grad and p.is_leaf and not is_lazy(p)}
         for p in [p for p in self._handles if p not in wanted]:
@@ -94,7 +95,9 @@ class ParameterHooks:
         arrive = torch.compiler.disable(arrive, reason=REASON)
         for p in new:
             self._handles[p] = p.register_post_accumulate_grad_hook(arrive)
-            if before:
+            if around:
+                hooks = p._post_accumulate_grad_hooks
+                _put_last(hooks, [key for key in hooks if key != self._handles[p].id])
                 self._before[p] = p.register_hook(_before(known, listener, weakref.ref(p)))
 
     def number(self, p: Tensor) -> int:
@@ -112,9 +115,15 @@ class ParameterHooks:
         """Run after the hooks of others, which were registered later."""
         for p in self._behind:
             if (handle := self._handles.get(p)) is not None:
-                hooks = p._post_accumulate_grad_hooks
-                hooks[handle.id] = hooks.pop(handle.id)
+                _put_last(p._post_accumulate_grad_hooks, [handle.id])
         self._behind.clear()
+
+    def come_around(self) -> None:
+        """Have our `before` run behind hooks of others that were registered later."""
+        for p, handle in self._before.items():
+            hooks = p._backward_hooks
+            if next(reversed(hooks)) != handle.id:
+                _put_last(hooks, [handle.id])
 
     def _remove(self, p: Tensor) -> None:
         self._handles.pop(p).remove()
@@ -128,6 +137,12 @@ class ParameterHooks:
 
     def __del__(self) -> None:
         self.remove()
+
+
+def _put_last(hooks: dict[int, Any], keys: list[int]) -> None:
+    """Autograd calls hooks in the order in which they were put into the dict; `move_to_end` does not change that."""
+    for key in keys:
+        hooks[key] = hooks.pop(key)
 
 
 def _before(known: weakref.ref[Window], listener: str, param: weakref.ref[Tensor]) -> Callable[[Tensor], None]:

@@ -251,7 +251,7 @@ class FusedAccumOptimizer(Asked, Optimizer):
         with modes.no_grad():
             self._window.reset()
             if self._window.live is not None:
-                self._window.live.drop()
+                self._window.live.drop(self._window)
 
     def close(self) -> None:
         """Stop accumulating: an open window is dropped with a warning; the optimizer can then be wrapped again.

@@ -13,17 +13,7 @@ from fusedaccum.flat_buffer import FlatBuffer, dense_stride, in_memory_order, to
 from fusedaccum.options import NAME, Options, parameters
 from fusedaccum.rounding import RandomTable, Rounding, check_rounded
 from fusedaccum.rules import RULES, AdamRule, HyperTable, OptimizerState, why_not_fused
-
-
-def convert_moments(optimizer: Optimizer, param: Tensor, was: torch.dtype) -> None:
-    """Bring what `optimizer` keeps for `param`, whose dtype `was` another, to its dtype, as loading a state would.
-
-    Adam raises for moments of another dtype, with some step counts advanced. Scalars beside them keep theirs.
-    """
-    entries = optimizer.state.get(param, {})
-    for key, value in entries.items():
-        if key != "step" and isinstance(value, Tensor) and value.dtype == was and value.dim() == param.dim():
-            entries[key] = value.to(param.dtype)
+from fusedaccum.wrapped_update import WrappedUpdate, convert_moments
 
 
 def _take_up(master: Tensor, values: Tensor) -> None:
@@ -293,85 +283,6 @@ class _FusedSide:
             self.masters.written(self.segments)
 
 
-class WrappedUpdate:
-    """The wrapped optimizer's own `step()`, on the mean gradient rounded once to each parameter's dtype."""
-
-    name = "wrapped"
-
-    def __init__(self, optimizer: Optimizer, as_they_are: bool = False) -> None:
-        self.optimizer = optimizer
-        self.as_they_are = as_they_are  # gradients that are FP32 already are the views of the sums
-
-    def replace(self, old: list[FlatBuffer], new: list[FlatBuffer]) -> None:
-        pass
-
-    def retype(self, param: Tensor, was: torch.dtype) -> None:
-        convert_moments(self.optimizer, param, was)
-
-    def prepare(self, buffers: list[FlatBuffer]) -> None:
-        pass
-
-    def take_back(self, buffers: list[FlatBuffer]) -> bool:
-        """After `apply` raised: what the optimizer has done is its own affair, as without us."""
-        return True
-
-    def apply(self, buffers: list[FlatBuffer]) -> None:
-        """Set `p.grad` of every touched parameter, call `optimizer.step()`, set it to None again.
-
-        The gradients are the optimizer's to keep. They take the memory of a micro-batch's gradients, freed just before.
-        A gradient that waits for the next `step()` when `flush()` is called is neither used nor lost, and with
-        steps=None it stays.
-        """
-        there = [p for p in parameters(self.optimizer) if p.is_leaf or p.retains_grad]  # torch warns of the others
-        waiting = [(p, p.grad) for p in there if p.grad is not None]
-        for param, _ in waiting:
-            param.grad = None
-        held = []
-        for buffer in buffers:
-            held += self._give_gradients(buffer)
-        try:
-            self.optimizer.step()
-        finally:
-            for param, grad_dtype in held:
-                param.grad = None
-                if grad_dtype is not None:
-                    param.grad_dtype = grad_dtype
-            for param, grad in waiting:
-                param.grad = grad
-
-    def _give_gradients(self, buffer: FlatBuffer) -> list[tuple[Tensor, torch.dtype | None]]:
-        """Set the gradients; returns the parameters with a `grad_dtype` to be set again, or None."""
-        segments, marks = buffer.touched_segments(), buffer.marks
-        grads = [buffer.absent] * len(buffer.params)
-        held: list[tuple[Tensor, torch.dtype | None]] = []
-        if self.as_they_are:
-            marks = marks.clone()
-            for k in [k for k in segments if buffer.params[k].dtype == torch.float32]:
-                buffer.params[k].grad = buffer.view(k)
-                held.append((buffer.params[k], None))
-                segments.remove(k)
-                marks[k] = 0
-        for k in segments:
-            dtype = buffer.params[k].dtype
-            real = torch.float32 if dtype.is_complex else dtype
-            grads[k] = torch.empty(buffer.numels[k], dtype=real, device=buffer.device)
-        buffer.backend.emit(buffer.flat, marks, buffer.live, buffer.segments, buffer.tiles, buffer.scalars, grads)
-        live = [1] * len(grads) if buffer.live is None else buffer.live.tolist()
-        for k in segments:
-            if not live[k]:  # all its gradients were left out: as one without a gradient
-                continue
-            param, grad = buffer.params[k], grads[k]
-            if param.is_complex():
-                grad = torch.view_as_complex(grad.view(-1, 2))
-            # Only leaves have one; what is not a leaf is what differentiable=True is for.
-            wanted = param.grad_dtype if param.is_leaf else param.dtype
-            if wanted not in (None, param.dtype):
-                param.grad_dtype = None
-            held.append((param, None if wanted == param.dtype else wanted))
-            param.grad = grad.as_strided(buffer.shapes[k], buffer.strides[k])
-        return held
-
-
 Update = FusedUpdate | WrappedUpdate
 
 # Options that only the fused update has a use for, and the values that ask for nothing.
@@ -400,4 +311,4 @@ def choose(optimizer: Optimizer, options: Options, more: Sequence[Tensor] = (), 
                 f"{NAME}: {name}={value!r} needs the fused update, which is not possible because {why}; leave "
                 f"{name} out, or give an optimizer and parameters that can be fused"
             )
-    return WrappedUpdate(optimizer, as_they_are=live and options.max_norm is None)
+    return WrappedUpdate(optimizer, live, clips=options.max_norm is not None)

@@ -115,7 +115,8 @@ class Window:
         if self.nonfinite.counts:
             self.keep_live()
         if self.buffers != old:
-            folding.carry(old, self.buffers)
+            if self.live is None:  # else `hook` does, and what a parameter's `p.grad` holds is never lost
+                folding.carry(old, self.buffers)
             self.update.replace(old, self.buffers)
         self.place = {p: (buffer, k) for buffer in self.buffers for k, p in enumerate(buffer.params)}
         self.params = params
