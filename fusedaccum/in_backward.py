@@ -12,8 +12,9 @@ from fusedaccum import capture, folding, modes
 from fusedaccum.flat_buffer import FlatBuffer, Part
 from fusedaccum.hooks import ParameterHooks
 from fusedaccum.micro import Micro, begin
-from fusedaccum.options import NAME, WEIGHTED
+from fusedaccum.options import NAME, WEIGHTED, parameters
 from fusedaccum.passes import Passes, is_compiled
+from fusedaccum.ranks import check_not_reduced
 from fusedaccum.streams import Streams
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class InBackward:
         ] = {}  # by the parameter's identity: a tensor's hash takes as long as all of the rest
         self._bucket: list[tuple[Tensor, Slot]] = []
         self._held = 0  # bytes in the bucket
+        self._checked = False  # that no other tool needs these gradients
         self._left: Tensor | None = None  # whose gradient is still its own, because somebody may look at it
         self.backwards = 0  # that have ended in this micro-batch
         self._folded = False  # something of the passes that are under way
@@ -146,6 +148,9 @@ class InBackward:
             raise RuntimeError(
                 f"{NAME}: a backward with fold='backward' cannot be captured in a CUDA graph; use fold='step'"
             )
+        if not self._checked:
+            check_not_reduced(parameters(window.optimizer))
+            self._checked = True
         if window.announced is None and window.pending and window.mode == WEIGHTED:
             length = window.length_now()  # step() will give the count, which only divides
             micro = Micro(length, 1.0, None, True, last=window.pending + 1 >= length)
