@@ -8,9 +8,11 @@ import os
 # environment its tests on a GPU run, and those on the CPU cannot.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import contextlib
+import functools
 import importlib
 from collections.abc import Iterator
-from types import ModuleType
+from types import FunctionType, ModuleType
 
 import numpy as np
 import pytest
@@ -32,9 +34,40 @@ TARGETS = (
     pytest.param(("triton", "cuda"), marks=pytest.mark.gpu),
 )
 
-# No deadline: the interpreter's first call is slow.
-settings.register_profile("fusedaccum", deadline=None)
+# The same examples at every run, unless tests/test_stateful.py is asked for many new ones. No deadline: the
+# interpreter's first call is slow.
+LONG = int(os.environ.get("FUSEDACCUM_EXAMPLES", "0"))
+settings.register_profile("fusedaccum", deadline=None, derandomize=not LONG)
 settings.load_profile("fusedaccum")
+
+
+def patch_once_a_launch() -> None:
+    """Have Triton's interpreter replace the builtins of triton.language once in a launch.
+
+    It does so again at each call of a function inside a kernel, where they are replaced already, and reads every member
+    of three modules and classes to find them: half of the time of the Triton tests.
+    """
+    with contextlib.suppress(ImportError):
+        from triton import language as tl
+        from triton.runtime import interpreter
+
+        patch = getattr(interpreter, "_patch_lang", None)
+        scope = getattr(interpreter, "_LangPatchScope", None)
+        if patch is None or scope is None:
+            return  # a Triton that does it otherwise
+
+        @functools.cache
+        def languages(function: FunctionType) -> list[ModuleType]:
+            return [module for module in (tl, tl.core) if any(m is module for m in function.__globals__.values())]
+
+        def patch_lang(function: FunctionType) -> object:
+            is_done = not any(tl.core.is_builtin(language.load) for language in languages(function))
+            return scope() if is_done else patch(function)
+
+        interpreter._patch_lang = patch_lang
+
+
+patch_once_a_launch()
 
 
 def why_no_gpu() -> str | None:
