@@ -11,13 +11,15 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import contextlib
 import functools
 import importlib
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from types import FunctionType, ModuleType
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import settings
+from machine_code import Compiled, compile_sources
 
 from fusedaccum import backends
 
@@ -107,3 +109,12 @@ def backend(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
     # Triton's interpreter computes with numpy, which warns of infinities and NaNs that the tests want.
     with device, np.errstate(all="ignore"):
         yield module
+
+
+@pytest.fixture(scope="session")
+def compiled_by_nvcc(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[Compiled]]:
+    """csrc/cuda for an architecture, compiled when the first test asks for it."""
+    if shutil.which("nvcc") is None:
+        pytest.skip("nvcc is not on PATH: the CUDA C++ kernels cannot be compiled here")
+    folder = tmp_path_factory.mktemp("nvcc")
+    return functools.cache(lambda architecture: compile_sources(architecture, folder))
