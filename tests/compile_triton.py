@@ -114,7 +114,7 @@ def main(folder: Path, share: int, shares: int, capabilities: list[int]) -> None
         entry = {"capability": capability, "name": kernel.__name__, "constants": shown, "cubin": str(cubin)}
         made.append(entry | {"budgets": [vars(budget) for budget in budgets]})
     reasons = {name: backend.why_not(torch.device(name)) for name in ("cpu", "cuda", "meta")}
-    print(json.dumps({"kernels": made, "why_not": reasons}))
+    print(json.dumps({"kernels": made, "of": len(jobs), "why_not": reasons}))
 
 
 if __name__ == "__main__":

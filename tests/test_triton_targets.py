@@ -47,7 +47,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
     with ThreadPoolExecutor(2) as pool:
         one, other = pool.map(run, ("0/2", "1/2"))
-    return one | {"kernels": one["kernels"] + other["kernels"]}
+    kernels = one["kernels"] + other["kernels"]
+    assert len({entry["cubin"] for entry in kernels}) == len(kernels) == one["of"]
+    return one | {"kernels": kernels}
 
 
 @pytest.fixture(scope="session")
