@@ -1,7 +1,8 @@
 """Compile the Triton kernels for NVIDIA GPUs that need not be there, and print what came out, as JSON.
 
 A program of its own, because Triton decides on its interpreter when it is imported. Arguments: a folder, in which it
-leaves a cubin for each kernel and capability, and compute capabilities.
+leaves a cubin for each kernel and capability; SHARE/SHARES, which part of the work is this process's; and compute
+capabilities.
 """
 
 from __future__ import annotations
@@ -103,18 +104,19 @@ def compile_for(capability: int, kernel: triton.JITFunction, constants: dict[str
     return triton.compile(source, target=target, options=backend.LAUNCH_OPTIONS).asm["cubin"]
 
 
-def main(folder: Path, capabilities: list[int]) -> None:
+def main(folder: Path, share: int, shares: int, capabilities: list[int]) -> None:
     made = []
-    for capability in capabilities:
-        for k, (kernel, constants, budgets) in enumerate(launches()):
-            cubin = folder / f"{k}_{capability}.cubin"
-            cubin.write_bytes(compile_for(capability, kernel, constants))
-            shown = ", ".join(f"{name}={value}" for name, value in constants.items() if name != "BLOCK")
-            entry = {"capability": capability, "name": kernel.__name__, "constants": shown, "cubin": str(cubin)}
-            made.append(entry | {"budgets": [vars(budget) for budget in budgets]})
+    jobs = [(capability, k, *launch) for capability in capabilities for k, launch in enumerate(launches())]
+    for capability, k, kernel, constants, budgets in jobs[share::shares]:
+        cubin = folder / f"{k}_{capability}.cubin"
+        cubin.write_bytes(compile_for(capability, kernel, constants))
+        shown = ", ".join(f"{name}={value}" for name, value in constants.items() if name != "BLOCK")
+        entry = {"capability": capability, "name": kernel.__name__, "constants": shown, "cubin": str(cubin)}
+        made.append(entry | {"budgets": [vars(budget) for budget in budgets]})
     reasons = {name: backend.why_not(torch.device(name)) for name in ("cpu", "cuda", "meta")}
-    print(json.dumps({"kernels": made, "why_not": reasons}))
+    print(json.dumps({"kernels": made, "of": len(jobs), "why_not": reasons}))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), [int(argument) for argument in sys.argv[2:]])
+    share, shares = map(int, sys.argv[2].split("/"))
+    main(Path(sys.argv[1]), share, shares, [int(argument) for argument in sys.argv[3:]])

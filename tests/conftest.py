@@ -8,14 +8,19 @@ import os
 # environment its tests on a GPU run, and those on the CPU cannot.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import contextlib
+import functools
+import gc
 import importlib
-from collections.abc import Iterator
-from types import ModuleType
+import shutil
+from collections.abc import Callable, Iterator
+from types import FunctionType, ModuleType
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import settings
+from machine_code import Compiled, compile_sources
 
 from fusedaccum import backends
 
@@ -32,9 +37,40 @@ TARGETS = (
     pytest.param(("triton", "cuda"), marks=pytest.mark.gpu),
 )
 
-# No deadline: the interpreter's first call is slow.
-settings.register_profile("fusedaccum", deadline=None)
+# The same examples at every run, unless tests/test_stateful.py is asked for many new ones. No deadline: the
+# interpreter's first call is slow.
+LONG = int(os.environ.get("FUSEDACCUM_EXAMPLES", "0"))
+settings.register_profile("fusedaccum", deadline=None, derandomize=not LONG)
 settings.load_profile("fusedaccum")
+
+
+def patch_once_a_launch() -> None:
+    """Have Triton's interpreter replace the builtins of triton.language once in a launch.
+
+    It does so again at each call of a function inside a kernel, where they are replaced already, and reads every member
+    of three modules and classes to find them: half of the time of the Triton tests.
+    """
+    with contextlib.suppress(ImportError):
+        from triton import language as tl
+        from triton.runtime import interpreter
+
+        patch = getattr(interpreter, "_patch_lang", None)
+        scope = getattr(interpreter, "_LangPatchScope", None)
+        if patch is None or scope is None:
+            return  # a Triton that does it otherwise
+
+        @functools.cache
+        def languages(function: FunctionType) -> list[ModuleType]:
+            return [module for module in (tl, tl.core) if any(m is module for m in function.__globals__.values())]
+
+        def patch_lang(function: FunctionType) -> object:
+            is_done = not any(tl.core.is_builtin(language.load) for language in languages(function))
+            return scope() if is_done else patch(function)
+
+        interpreter._patch_lang = patch_lang
+
+
+patch_once_a_launch()
 
 
 def why_no_gpu() -> str | None:
@@ -42,6 +78,16 @@ def why_no_gpu() -> str | None:
     if not torch.version.cuda:
         return "needs a GPU: this torch was built without CUDA"
     return None if torch.cuda.is_available() else "needs a GPU: torch finds no CUDA device"
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay to the end: a test that collects garbage need not look through them for half a second."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or extension modules report at exit that their objects were never freed
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -74,3 +120,12 @@ def backend(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
     # Triton's interpreter computes with numpy, which warns of infinities and NaNs that the tests want.
     with device, np.errstate(all="ignore"):
         yield module
+
+
+@pytest.fixture(scope="session")
+def compiled_by_nvcc(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[Compiled]]:
+    """csrc/cuda for an architecture, compiled when the first test asks for it."""
+    if shutil.which("nvcc") is None:
+        pytest.skip("nvcc is not on PATH: the CUDA C++ kernels cannot be compiled here")
+    folder = tmp_path_factory.mktemp("nvcc")
+    return functools.cache(lambda architecture: compile_sources(architecture, folder))

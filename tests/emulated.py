@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import sys
 import types
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -52,8 +50,7 @@ def library() -> Path:
         folder = target.with_suffix("")
         folder.mkdir(parents=True, exist_ok=True)
         jobs = [(build.HERE / "scheduler.cpp", ["-O2"]), *((source, flags_for(source)) for source in SOURCES)]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = list(pool.map(lambda job: build.compile_object(job[0], folder, job[1]), jobs))
+        objects = build.compile_objects(jobs, folder)
         unfinished = folder / "library.so"
         link = [*get_cxx_compiler().split(), "-shared", "-pthread", *map(str, objects), "-o", str(unfinished)]
         build.call([*link, *(f"-L{path}" for path in library_paths()), "-ltorch", "-ltorch_cpu", "-lc10"])

@@ -1,7 +1,8 @@
 """Reads what the GPU will execute: registers, spills, and the bytes that a full tile moves for each element.
 
-`read_kernels` disassembles a cubin with cuobjdump (of the CUDA toolkit, or the one that comes with Triton's package; no
-GPU, no driver) and knows nothing of how it was made: nvcc and Triton are read alike, for sm_80, sm_90 and sm_100.
+`read_kernels` disassembles a cubin, or an object that holds one, with cuobjdump (of the CUDA toolkit, or the one that
+comes with Triton's package; no GPU, no driver) and knows nothing of how it was made: nvcc and Triton are read alike,
+for sm_80, sm_90 and sm_100.
 
 How bytes for each element are counted is said in `sass.py`.
 
@@ -15,6 +16,7 @@ import os
 import re
 import shutil
 import subprocess
+import sysconfig
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +25,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from sass import ACCESS, FullTile, full_tiles, instructions
+from torch.utils.cpp_extension import COMMON_NVCC_FLAGS, include_paths
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ def cuobjdump() -> str:
 
 
 def read_kernels(cubin: Path) -> list[Kernel]:
-    """All kernels of a cubin."""
+    """All kernels of a cubin or an object."""
     usage, listing = (
         subprocess.run([cuobjdump(), option, str(cubin)], capture_output=True, text=True, check=True).stdout
         for option in ("-res-usage", "-sass")
@@ -156,6 +159,7 @@ def demangled(symbol: str) -> str:
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
 ARCHITECTURES = (80, 90, 100)
+LINKED = 90  # tests/test_cuda_build.py makes a library of these objects, so that they are compiled once
 # Folds take two packs of 8 elements, steps two of 4. SGD has no code of its own for 16 bits without momentum.
 NAMED = {
     "fold_kernel": tuple(replace(budget, elements=16) for budget in FOLD),
@@ -189,25 +193,38 @@ def nvcc_flags() -> list[str]:
 NVCC_FLAGS = nvcc_flags()  # once, and here: Python 3.11's ast.parse fails now and then in several threads
 
 
-def compile_source(source: Path, architecture: int, folder: Path) -> list[Kernel]:
-    """The kernels of a .cu file as nvcc makes them for one architecture."""
-    cubin = folder / f"{source.stem}_{architecture}.cubin"
-    command = ["nvcc", *NVCC_FLAGS, "-cubin", f"-arch=sm_{architecture}", "-o", str(cubin), str(source)]
+@dataclass
+class Compiled:
+    """What nvcc makes of a .cu file for one architecture: the object for LINKED, for the others a cubin."""
+
+    path: Path
+    kernels: list[Kernel]
+
+
+def object_flags(source: Path) -> list[str]:
+    """nvcc's, as torch's BuildExtension gives them; the architecture is missing."""
+    includes = [flag for path in (*include_paths(), sysconfig.get_path("include")) for flag in ("-isystem", path)]
+    name = f"-DTORCH_EXTENSION_NAME={source.stem}"
+    flags = ["-c", "-Xcompiler", "-fPIC", "-DUSE_CUDA", name, "-std=c++20", *includes]
+    return [*COMMON_NVCC_FLAGS, *NVCC_FLAGS, *flags] if source.suffix == ".cu" else flags
+
+
+def compile_source(source: Path, architecture: int, folder: Path) -> Compiled:
+    is_linked = architecture == LINKED
+    target = folder / f"{source.stem}_{architecture}.{'o' if is_linked else 'cubin'}"
+    flags = object_flags(source) if is_linked else [*NVCC_FLAGS, "-cubin"]
+    command = ["nvcc", *flags, f"-arch=sm_{architecture}", "-o", str(target), str(source)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr}")
-    return read_kernels(cubin)
+    return Compiled(target, read_kernels(target))
 
 
-def compile_sources(folder: Path) -> dict[int, list[Kernel]]:
-    """All kernels of csrc/cuda, by architecture; two compilations at a time."""
-    jobs = [(source, architecture) for architecture in ARCHITECTURES for source in SOURCES]
+def compile_sources(architecture: int, folder: Path) -> list[Compiled]:
+    """All of csrc/cuda for one architecture; two compilations at a time, the longest first."""
+    largest_first = sorted(SOURCES, key=lambda source: source.stat().st_size, reverse=True)
     with ThreadPoolExecutor(2) as pool:
-        done = list(pool.map(lambda job: compile_source(*job, folder), jobs))
-    return {
-        architecture: [k for (_, of), kernels in zip(jobs, done, strict=True) for k in kernels if of == architecture]
-        for architecture in ARCHITECTURES
-    }
+        return list(pool.map(lambda source: compile_source(source, architecture, folder), largest_first))
 
 
 def table(title: str, kernels: Sequence[tuple[Kernel, Sequence[Budget]]]) -> str:
@@ -228,5 +245,6 @@ def table(title: str, kernels: Sequence[tuple[Kernel, Sequence[Budget]]]) -> str
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as place:
-        for architecture, kernels in compile_sources(Path(place)).items():
+        for architecture in ARCHITECTURES:
+            kernels = [kernel for made in compile_sources(architecture, Path(place)) for kernel in made.kernels]
             print(table(f"sm_{architecture}", [(kernel, budgets_of(kernel)) for kernel in kernels]), end="\n\n")

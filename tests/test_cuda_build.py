@@ -10,13 +10,13 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from machine_code import NVCC_FLAGS
-from torch.utils.cpp_extension import COMMON_NVCC_FLAGS, include_paths, library_paths
+from machine_code import LINKED, Compiled, object_flags
+from torch.utils.cpp_extension import library_paths
 
 from fusedaccum.backends.compiled import _OPERATORS
 
@@ -38,29 +38,20 @@ for name in {operators!r}:
 
 
 def compile_object(source: Path, folder: Path) -> Path:
-    """As torch's BuildExtension does."""
+    """nvcc hands a .cpp on to the C++ compiler, which it tells where CUDA's headers are."""
     target = folder / f"{source.name}.o"
-    includes = [flag for path in (*include_paths(), sysconfig.get_path("include")) for flag in ("-isystem", path)]
-    name = [f"-DTORCH_EXTENSION_NAME={source.stem}", "-std=c++20"]
-    # nvcc hands a .cpp on to the C++ compiler, which it tells where CUDA's headers are.
-    command = ["nvcc", "-Xcompiler", "-fPIC", "-DUSE_CUDA"]
-    if source.suffix == ".cu":
-        command += [*COMMON_NVCC_FLAGS, *NVCC_FLAGS, "-arch=sm_90"]
-    else:
-        command += ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-O0"]
-    done = subprocess.run(
-        [*command, *name, *includes, "-c", str(source), "-o", str(target)], capture_output=True, text=True
-    )
+    flags = [*object_flags(source), "-DTORCH_TARGET_VERSION=0x020a000000000000", "-O0"]
+    done = subprocess.run(["nvcc", *flags, str(source), "-o", str(target)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return target
 
 
 @pytest.fixture(scope="module")
-def module(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def module(compiled_by_nvcc: Callable[[int], list[Compiled]], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cuda")
-    sources = [*sorted(CUDA.glob("*.cu")), *sorted(CUDA.glob("*.cpp")), STUB]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(lambda source: compile_object(source, folder), sources))
+        objects = list(pool.map(lambda source: compile_object(source, folder), [*sorted(CUDA.glob("*.cpp")), STUB]))
+    objects += [made.path for made in compiled_by_nvcc(LINKED)]
     target = folder / "_cuda.so"
     link = ["nvcc", "-shared", "-cudart", "static", *map(str, objects), "-o", str(target)]
     link += [f"-L{path}" for path in library_paths()]
@@ -74,5 +65,5 @@ def test_it_is_imported_and_registers_every_operator(module: Path) -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     facts, *registered = done.stdout.splitlines()
-    assert facts.startswith("[900] ")
+    assert facts.startswith(f"[{LINKED}0] ")
     assert registered == ["True"] * len(_OPERATORS)

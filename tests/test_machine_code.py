@@ -5,25 +5,18 @@
 
 from __future__ import annotations
 
-import shutil
+from collections.abc import Callable
 
 import pytest
-from machine_code import ARCHITECTURES, NAMED, Kernel, budgets_of, compile_sources, table
+from machine_code import ARCHITECTURES, NAMED, Compiled, Kernel, budgets_of, table
 
 # found_inf_kernel works on tiles, and stores nothing that its bytes could be counted by.
 WITHOUT_TILES = {"sum_kernel", "close_kernel", "probe_kernel", "clear_kernel", "found_inf_kernel"}
 
 
-@pytest.fixture(scope="session")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Kernel]]:
-    if shutil.which("nvcc") is None:
-        pytest.skip("nvcc is not on PATH: the CUDA C++ kernels cannot be compiled here")
-    return compile_sources(tmp_path_factory.mktemp("cubins"))
-
-
 @pytest.fixture(params=ARCHITECTURES, ids="sm_{}".format)
-def kernels(request: pytest.FixtureRequest, compiled: dict[int, list[Kernel]]) -> list[Kernel]:
-    return compiled[request.param]
+def kernels(request: pytest.FixtureRequest, compiled_by_nvcc: Callable[[int], list[Compiled]]) -> list[Kernel]:
+    return [kernel for made in compiled_by_nvcc(request.param) for kernel in made.kernels]
 
 
 def base(kernel: Kernel) -> str:

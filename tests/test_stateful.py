@@ -47,9 +47,7 @@ def run(machine, examples=EXAMPLES, **chosen):
     budget = settings(
         max_examples=examples,
         stateful_step_count=25,
-        derandomize=not LONG,
         database=None,
-        deadline=None,
         suppress_health_check=list(HealthCheck),
         report_multiple_bugs=False,
     )
