@@ -79,8 +79,8 @@ def _added_up(window: Window, count: int) -> bool:
 def _accumulates(frame: FrameType | None) -> bool:
     """Whether accumulate() has been called, as far as the Accelerator can be found among what the callers have at hand.
 
-    It counts these calls, from 0 again after the end of a data loader. Gradients alone do not say: clipping in place and
-    several backwards for one step change them as often as accumulation does.
+    It counts these calls, from 0 again after the end of a data loader. Gradients alone do not say: clipping in place
+    and several backwards for one step change them as often as accumulation does.
     """
     accelerator = sys.modules["accelerate.accelerator"].Accelerator
     found = False

@@ -1,4 +1,4 @@
-"""What the tests of frameworks share: a small language model, its data, optimizers, and what a run leaves to compare."""
+"""What the tests of frameworks share: a small language model, its data, optimizers, and what runs leave to compare."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def distance(ours: list[Tensor], truth: list[Tensor]) -> float:
 
 
 def assert_nearer(ours: Run, native: Run, truth: Run) -> None:
-    """What a bf16 model has added up is nearer to the truth than native's, by a half at least; parameters and norms too."""
+    """What a bf16 model adds up is nearer to the truth than native's, by a half at least; parameters and norms too."""
     sums = [distance(run.grads, truth.grads) for run in (ours, native)]
     assert 1.5 * sums[0] < sums[1], sums
     params = [distance(run.params, truth.params) for run in (ours, native)]
@@ -156,7 +156,7 @@ def assert_nearer(ours: Run, native: Run, truth: Run) -> None:
     assert norms[0] < norms[1], norms
 
 
-class nesting_warnings:  # noqa: N801  (reads as what it collects)
+class nesting_warnings:
     """`with nesting_warnings() as said:` collects the texts of warnings about two accumulations."""
 
     def __enter__(self) -> list[str]:
