@@ -24,7 +24,6 @@ class TinyLM(nn.Module):
     """Predicts tokens from those before them, in the dtype that its parameters have.
 
     The head is the embedding's weight, one parameter is frozen, and the first that an optimizer sees is never used.
-    `forward` returns what the Trainer takes, and takes what it gives.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32, width: int = 8) -> None:
@@ -40,13 +39,15 @@ class TinyLM(nn.Module):
             p.data = (torch.randn(p.shape, generator=random) * 0.4).bfloat16().float()
         self.to(dtype)
 
-    def forward(self, ids: Tensor, labels: Tensor | None = None, num_items_in_batch: Tensor | None = None) -> dict:
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        """The loss, a mean over tokens, as the Trainer wants it: labels of -100 are not counted."""
+        logits, targets = self.predict(ids, ids if labels is None else labels)
+        return {"loss": F.cross_entropy(logits, targets), "logits": logits}
+
+    def predict(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         x, _ = self.mix(self.embedding(ids))
-        logits = F.linear(self.norm(x) * self.frozen, self.embedding.weight)[:, :-1].flatten(0, 1)
-        targets = (ids if labels is None else labels)[:, 1:].flatten()
-        if num_items_in_batch is None:
-            return {"loss": F.cross_entropy(logits, targets), "logits": logits}
-        return {"loss": F.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch, "logits": logits}
+        logits = F.linear(self.norm(x) * self.frozen, self.embedding.weight)
+        return logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
 
 
 def texts(count: int = BATCHES * ROWS, seed: int = 3) -> list[Tensor]:
