@@ -9,6 +9,7 @@ import os
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import importlib
+import importlib.metadata
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -35,6 +36,21 @@ TARGETS = (
 # No deadline: the interpreter's first call is slow.
 settings.register_profile("fusedaccum", deadline=None)
 settings.load_profile("fusedaccum")
+
+
+# What decides whether a framework's tests pass, beside us.
+FRAMEWORKS = ("torch", "accelerate", "transformers", "lightning", "pytorch-lightning", "triton", "numpy")
+
+
+def pytest_report_header() -> str:
+    return "versions: " + ", ".join(f"{name} {version_of(name)}" for name in FRAMEWORKS)
+
+
+def version_of(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
 
 
 def why_no_gpu() -> str | None:

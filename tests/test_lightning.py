@@ -52,11 +52,14 @@ def lit(base=lightning.LightningModule):
     """A LightningModule over a TinyLM and an optimizer for it."""
 
     class Lit(base):
-        def __init__(self, kind="native", dtype=torch.float32, make="adamw", count=BATCHES, manual=None, **options):
+        def __init__(
+            self, kind="native", dtype=torch.float32, make="adamw", count=BATCHES, manual=None, gate=False, **options
+        ):
             super().__init__()
             self.model = TinyLM(dtype)
             self.opt = optimizer_for(self.model, kind, make, **options)
-            self.gated = options.get("steps") is not None
+            self.own_steps = options.get("steps") is not None
+            self.gate = gate or self.own_steps
             self.watched = watch(self.opt, self.model)
             # By index: after resuming inside an epoch Lightning begins the data anew, and goes on counting.
             self.batches = list(DataLoader(texts(count * ROWS), batch_size=ROWS))
@@ -74,21 +77,21 @@ def lit(base=lightning.LightningModule):
             opt, schedule = self.optimizers(), self.lr_schedulers()
             self.manual_backward(loss / self.manual)
             if (index + 1) % self.manual == 0 or index + 1 == len(self.batches):
-                if not self.gated:  # else it would clip each micro-batch
+                if not self.own_steps:  # else it would clip each micro-batch
                     self.clip_gradients(opt, gradient_clip_val=0.3, gradient_clip_algorithm="norm")
                 opt.step()
                 schedule.step()
                 opt.zero_grad()
 
         def on_before_optimizer_step(self, optimizer):
-            if not self.gated:
+            if not self.own_steps:
                 self.watched.norms.append(total_norm(self.model.parameters()))
             if len(self.watched.norms) == 1:  # a bare optimizer's pre-hook is called before Lightning's closure
                 self.watched.grads = [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
 
         def configure_optimizers(self):
             schedule = falling(self.opt)
-            schedule = GatedScheduler(schedule, self.opt) if self.gated else schedule
+            schedule = GatedScheduler(schedule, self.opt) if self.gate else schedule
             return {"optimizer": self.opt, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
         def finish(self):
@@ -161,17 +164,21 @@ def test_a_bf16_model_is_nearer_to_the_truth():
 def test_fp16_with_a_scaler(clip):
     """It begins too high: steps are left out until scale and gradients fit."""
 
-    def after(kind):
-        module, scaler = Lit(kind), torch.amp.GradScaler("cpu", init_scale=2.0**20)
-        precision = lightning.plugins.MixedPrecision("16-mixed", "cpu", scaler)
-        fit(module, accumulate_grad_batches=WINDOW, gradient_clip_val=clip, plugins=[precision])
-        return module.finish()
-
-    native, wrapped, fused = (after(kind) for kind in KINDS)
+    native, wrapped, fused = (trained_in_fp16(Lit(kind), clip) for kind in KINDS)
     assert 3 <= native.updates < UPDATES
     assert_same_run(wrapped, native)
     assert (fused.updates, fused.rates, fused.steps) == (native.updates, native.rates, native.steps)
     assert [*map(repr, fused.norms[:3])] == [*map(repr, native.norms[:3])]
+    gated = trained_in_fp16(Lit("wrapped", gate=True), clip)
+    assert gated.rates == pytest.approx([0.02 * 0.8**n for n in range(native.updates)])
+    assert native.rates != gated.rates
+
+
+def trained_in_fp16(module, clip):
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    precision = lightning.plugins.MixedPrecision("16-mixed", "cpu", scaler)
+    fit(module, accumulate_grad_batches=WINDOW, gradient_clip_val=clip, plugins=[precision])
+    return module.finish()
 
 
 def saving(folder, every):
