@@ -7,6 +7,8 @@ import os
 # Triton reads this when it is imported: its kernels run in its interpreter, on the CPU. With TRITON_INTERPRET=0 in the
 # environment its tests on a GPU run, and those on the CPU cannot.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+# And the frameworks this: models are made from configs, nothing is to be fetched.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import importlib
 import importlib.metadata

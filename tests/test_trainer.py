@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read at import: nothing here is to be fetched
-
 import pytest
 import torch
 import torch.nn.functional as F
