@@ -40,7 +40,7 @@ class Nesting:
         if (length := window.length_now()) == 1:
             return
         for name, count, option in _callers(sys._getframe(1)):
-            if count > 1 and (name != "Accelerate" or _added_up(window, count)):
+            if count > 1 and (name != "Accelerate" or (_added_up(window, count) and _accumulates(sys._getframe(1)))):
                 self.warned = True
                 warn(
                     f"{NAME}: {name} adds {count} micro-batches up before it calls step(), and steps={length} of these "
@@ -74,3 +74,23 @@ def _added_up(window: Window, count: int) -> bool:
     if window.in_backward is not None:
         return window.in_backward.backwards >= count
     return any(p.grad is not None and p.grad._version >= count - 1 for p in parameters(window.optimizer))
+
+
+def _accumulates(frame: FrameType | None) -> bool:
+    """Whether accumulate() has been called, as far as the Accelerator can be found among what the callers have at hand.
+
+    It counts these calls, from 0 again after the end of a data loader. Gradients alone do not say: clipping in place
+    and several backwards for one step change them as often as accumulation does.
+    """
+    accelerator = sys.modules["accelerate.accelerator"].Accelerator
+    found = False
+    while frame is not None:
+        at_hand = list(frame.f_locals.values())
+        at_hand += getattr(frame.f_locals.get("self"), "__dict__", {}).values()
+        for thing in at_hand:
+            if issubclass(type(thing), accelerator):
+                if thing.step or thing.gradient_state.end_of_dataloader:
+                    return True
+                found = True
+        frame = frame.f_back
+    return not found

@@ -7,11 +7,14 @@ import os
 # Triton reads this when it is imported: its kernels run in its interpreter, on the CPU. With TRITON_INTERPRET=0 in the
 # environment its tests on a GPU run, and those on the CPU cannot.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+# And the frameworks this: models are made from configs, nothing is to be fetched.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import contextlib
 import functools
 import gc
 import importlib
+import importlib.metadata
 import shutil
 from collections.abc import Callable, Iterator
 from types import FunctionType, ModuleType
@@ -71,6 +74,21 @@ def patch_once_a_launch() -> None:
 
 
 patch_once_a_launch()
+
+
+# What decides whether a framework's tests pass, beside us.
+FRAMEWORKS = ("torch", "accelerate", "transformers", "lightning", "pytorch-lightning", "triton", "numpy")
+
+
+def pytest_report_header() -> str:
+    return "versions: " + ", ".join(f"{name} {version_of(name)}" for name in FRAMEWORKS)
+
+
+def version_of(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
 
 
 def why_no_gpu() -> str | None:
