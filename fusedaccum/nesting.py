@@ -40,7 +40,7 @@ class Nesting:
         if (length := window.length_now()) == 1:
             return
         for name, count, option in _callers(sys._getframe(1)):
-            if count > 1 and (name != "Accelerate" or (_added_up(window, count) and _accumulates(sys._getframe(1)))):
+            if count > 1 and (name != "Accelerate" or _accumulates(window, count, sys._getframe(1))):
                 self.warned = True
                 warn(
                     f"{NAME}: {name} adds {count} micro-batches up before it calls step(), and steps={length} of these "
@@ -66,31 +66,29 @@ def _callers(frame: FrameType | None) -> list[tuple[str, int, str]]:
     return found
 
 
-def _added_up(window: Window, count: int) -> bool:
-    """Whether a gradient looks like a sum of `count`: Accelerate has the number also where nobody calls accumulate().
+def _accumulates(window: Window, count: int, frame: FrameType | None) -> bool:
+    """Whether Accelerate holds steps back: it has `count` also where nobody calls accumulate().
 
-    Autograd adds in place, which the gradient's version counts. In any of them: a parameter may be unused.
+    The Accelerator counts these calls, from 0 again at the end of a data loader. There, and where it is not to be
+    found, the gradients have to say, which is a guess: several backwards for one step look the same.
     """
+    found = _at_hand(frame, sys.modules["accelerate.accelerator"].Accelerator)
+    if found and not found[0].gradient_state.end_of_dataloader:
+        return any(accelerator.step for accelerator in found)
     if window.in_backward is not None:
         return window.in_backward.backwards >= count
-    return any(p.grad is not None and p.grad._version >= count - 1 for p in parameters(window.optimizer))
+    grads = [p.grad for p in parameters(window.optimizer) if p.grad is not None]
+    # Autograd adds in place, which a gradient's version counts; clipping and tied weights add one to it.
+    return bool(grads) and all(grad._version >= count - 1 for grad in grads)
 
 
-def _accumulates(frame: FrameType | None) -> bool:
-    """Whether accumulate() has been called, as far as the Accelerator can be found among what the callers have at hand.
-
-    It counts these calls, from 0 again after the end of a data loader. Gradients alone do not say: clipping in place
-    and several backwards for one step change them as often as accumulation does.
-    """
-    accelerator = sys.modules["accelerate.accelerator"].Accelerator
-    found = False
+def _at_hand(frame: FrameType | None, kind: type) -> list[Any]:
+    """What there is of a class among the variables of the callers, and among the attributes of their `self`."""
+    places: dict[int, dict[str, Any]] = {}
     while frame is not None:
-        at_hand = list(frame.f_locals.values())
-        at_hand += getattr(frame.f_locals.get("self"), "__dict__", {}).values()
-        for thing in at_hand:
-            if issubclass(type(thing), accelerator):
-                if thing.step or thing.gradient_state.end_of_dataloader:
-                    return True
-                found = True
+        for variables in (frame.f_locals, frame.f_globals, getattr(frame.f_locals.get("self"), "__dict__", {})):
+            places[id(variables)] = variables
         frame = frame.f_back
-    return not found
+    # Copies, because another thread may add a variable meanwhile.
+    at_hand = [thing for variables in places.values() for thing in list(variables.values())]
+    return [thing for thing in at_hand if issubclass(type(thing), kind)]

@@ -197,34 +197,72 @@ def test_steps_n_where_accelerate_does_not_accumulate(fold):
 # Two accumulations
 
 
-def loop(accelerator, model, opt, accumulate, backwards=1, clip=False, batches=4):
+def loop(things, accumulate, backwards=1, clip=False, batches=4):
+    """things: a function that returns accelerator, model and optimizer, none of which is a variable here."""
+    text = torch.stack(texts(2))
     for _ in range(batches):
-        with accelerator.accumulate(model) if accumulate else contextlib.nullcontext():
+        with things()[0].accumulate(things()[1]) if accumulate else contextlib.nullcontext():
             for _ in range(backwards):
-                accelerator.backward(model(torch.stack(texts(2)))["loss"])
-            if clip and accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), 0.1)
-            opt.step()
-            opt.zero_grad()
+                things()[0].backward(things()[1](text)["loss"])
+            if clip and things()[0].sync_gradients:
+                things()[0].clip_grad_norm_(things()[1].parameters(), 0.1)
+            things()[2].step()
+            things()[2].zero_grad()
+
+
+class Program:
+    def run(self, things, **how):
+        self.accelerator = things()[0]
+        loop(things, **how)
+
+
+def run_from(where, things, **how):
+    """Run the loop where the Accelerator is somebody's variable, a global one, an attribute, or nowhere."""
+    if where == "self":
+        Program().run(things, **how)
+    elif where == "local":
+        accelerator = things()[0]
+        loop(things, **how)
+        assert accelerator
+    elif where == "global":
+        globals()["accelerator_of_the_module"] = things()[0]
+        try:
+            loop(things, **how)
+        finally:
+            del globals()["accelerator_of_the_module"]
+    else:
+        loop(things, **how)
 
 
 def prepared(accelerate, steps, **options):
     accelerator, model = accelerator_of(accelerate), TinyLM()
     opt = wrap(torch.optim.SGD(model.parameters(), lr=0.1), steps, **options)
-    return accelerator, *accelerator.prepare(model, opt)
+    things = (accelerator, *accelerator.prepare(model, opt))
+    return lambda: things
 
 
+@pytest.mark.parametrize("where", ["self", "local", "global", "nowhere"])
 @pytest.mark.parametrize("fold", ["step", "backward"])
 @pytest.mark.parametrize("clip", [False, True])
-def test_65_nested_accumulation_warns_once(fold, clip):
+def test_65_nested_accumulation_warns_once(fold, clip, where):
     with nesting_warnings() as said:
-        loop(*prepared(3, 5, fold=fold), accumulate=True, clip=clip, batches=40)
+        run_from(where, prepared(3, 5, fold=fold), accumulate=True, clip=clip, batches=40)
     assert len(said) == 1
     for words in ("Accelerate", "3 micro-batches", "steps=5", "15 micro-batches", "steps=None", "=1 there"):
         assert words in said[0]
 
 
-@pytest.mark.parametrize("in_object", [False, True])
+@pytest.mark.parametrize("fold", ["step", "backward"])
+def test_65_nested_where_every_step_ends_a_data_loader(fold):
+    """The Accelerator counts accumulate() from 0 again there."""
+    training = Training("fused", batches=WINDOW, steps=5, fold=fold)
+    with nesting_warnings() as said:
+        training.epoch().epoch()
+    assert len(said) == 1
+    training.opt.reset()
+
+
+@pytest.mark.parametrize("where", ["self", "local", "global"])
 @pytest.mark.parametrize(
     ("accelerate", "steps", "how"),
     [
@@ -238,24 +276,20 @@ def test_65_nested_accumulation_warns_once(fold, clip):
     ],
     ids=str,
 )
-def test_what_is_not_nested(accelerate, steps, how, in_object):
+def test_what_is_not_nested(accelerate, steps, how, where):
     """Clipping in place and several backwards change a gradient as often as accumulating does."""
     how = dict(how)
     fold = {"fold": how.pop("fold")} if "fold" in how else {}
-    things = prepared(accelerate, steps, **fold)
-
-    class Program:
-        def __init__(self):
-            self.accelerator, self.model, self.opt = things
-
-        def run(self):
-            loop_of(self)
-
-    def loop_of(program):
-        loop(program.accelerator, program.model, program.opt, batches=8, **how)
-
     with nesting_warnings() as said:
-        Program().run() if in_object else loop(*things, batches=8, **how)
+        run_from(where, prepared(accelerate, steps, **fold), batches=8, **how)
+    assert not said
+
+
+@pytest.mark.parametrize("fold", ["step", "backward"])
+def test_what_is_not_nested_with_an_accelerator_nowhere(fold):
+    """A tied weight's gradient is a sum in every backward."""
+    with nesting_warnings() as said:
+        loop(prepared(2, 3, fold=fold), accumulate=False, batches=8)
     assert not said
 
 
@@ -263,7 +297,8 @@ def test_wrapping_builds_what_accelerate_prepares():
     cls = fusedaccum.wrapping(torch.optim.SGD, steps=2)
     accelerator, model = accelerator_of(3), TinyLM()
     opt = cls(model.parameters(), lr=0.1)
+    things = (accelerator, *accelerator.prepare(model, opt))
     with nesting_warnings() as said:
-        loop(accelerator, *accelerator.prepare(model, opt), accumulate=True)
+        loop(lambda: things, accumulate=True)
     assert len(said) == 1
     opt.reset()
