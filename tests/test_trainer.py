@@ -49,7 +49,7 @@ def gpt2():
     """Two layers, made from a config. It takes loss kwargs."""
     torch.manual_seed(5)
     sizes = {"n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": TOKENS, "n_positions": 8}
-    plain = {"bos_token_id": 0, "eos_token_id": 0, "loss_type": "ForCausalLM", "use_cache": False}
+    plain = {"bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
     return GPT2LMHeadModel(GPT2Config(**sizes, **plain, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0))
 
 

@@ -57,7 +57,7 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if residual else 0.02)
 
     def forward(self, numbers: Tensor) -> Tensor:
-        positions = torch.arange(numbers.shape[1])
+        positions = torch.arange(numbers.shape[1], device=numbers.device)
         x = self.token_embedding(numbers) + self.position_embedding(positions)
         for block in self.blocks:
             x = block(x)
