@@ -63,7 +63,16 @@ class Training:
     """A loop as Accelerate's documentation has it."""
 
     def __init__(
-        self, kind, dtype=torch.float32, clip=None, make="adamw", window=WINDOW, batches=BATCHES, scale=None, **options
+        self,
+        kind,
+        dtype=torch.float32,
+        clip=None,
+        make="adamw",
+        window=WINDOW,
+        batches=BATCHES,
+        scale=None,
+        gate=False,
+        **options,
     ):
         self.accelerator = accelerator_of(window, scale)
         self.clip = clip or math.inf
@@ -73,7 +82,7 @@ class Training:
         self.skipped = []
         self.leave_out = []  # whether to, of the windows to come
         schedule = falling(self.opt)
-        if options.get("steps"):
+        if gate or options.get("steps"):
             schedule = GatedScheduler(schedule, self.opt)
         self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
             self.bare_model, self.opt, schedule, DataLoader(texts(batches * ROWS), batch_size=ROWS)
@@ -148,6 +157,21 @@ def test_save_and_load_state(tmp_path, kind, first):
     assert snapshot(resumed.opt, norm=False) == want
     assert resumed.run.losses == through.run.losses
     assert resumed.scheduler.get_last_lr() == through.scheduler.get_last_lr()
+
+
+@pytest.mark.parametrize("gate", [False, True])
+def test_windows_that_are_left_out(gate):
+    """nonfinite="skip_window" leaves a window with a NaN out, and a gated schedule with it."""
+    training = Training("fused", gate=gate, nonfinite="skip_window")
+    weight = training.bare_model.norm.weight
+    hooked = weight.register_hook(lambda grad: grad * float("nan"))
+    training.epoch()
+    assert (training.opt.updates, training.opt.skipped_windows) == (0, 3)
+    assert [bits(p) for p in training.run.params] == [bits(p) for p in TinyLM().parameters()]
+    hooked.remove()
+    training.epoch()
+    assert training.opt.updates == 3
+    assert training.scheduler.get_last_lr() == pytest.approx([0.02 * 0.8 ** (3 if gate else 6)])
 
 
 @pytest.mark.parametrize("clip", [None, 0.3])

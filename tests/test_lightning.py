@@ -181,6 +181,78 @@ def trained_in_fp16(module, clip):
     return module.finish()
 
 
+@pytest.mark.parametrize("what", ["autocast", "value", "averaging"])
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_what_else_there_is_in_lightning(what):
+    native, wrapped = Lit("native"), Lit("wrapped")
+    for module in (native, wrapped):
+        settings = {
+            "autocast": {"precision": "bf16-mixed", "gradient_clip_val": 0.3},
+            "value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value", "detect_anomaly": True},
+            "averaging": {"callbacks": [lightning.callbacks.EMAWeightAveraging()]},
+        }[what]
+        fit(module, accumulate_grad_batches=WINDOW, **settings)
+    assert_same_run(wrapped.finish(), native.finish())
+    assert native.watched.updates == UPDATES
+
+
+@pytest.mark.filterwarnings("ignore:.*training_step. returned .None")
+def test_batches_that_training_step_leaves_out():
+    """A whole window of them holds nothing to update with; the schedule goes on, as it does natively."""
+
+    class Leaving(Lit):
+        def training_step(self, batch, index):
+            loss = super().training_step(batch, index)
+            return None if index in (2, 3, 4, 5) else loss
+
+        def on_before_optimizer_step(self, optimizer):
+            pass
+
+    native, wrapped, gated = Leaving(), Leaving("wrapped"), Leaving("wrapped", gate=True)
+    for module in (native, wrapped, gated):
+        fit(module, accumulate_grad_batches=WINDOW, gradient_clip_val=0.3)
+    assert [bits(p) for p in wrapped.model.parameters()] == [bits(p) for p in native.model.parameters()]
+    assert wrapped.finish().updates == gated.finish().updates == UPDATES - EPOCHS
+    assert wrapped.watched.rates == [rate for k, rate in enumerate(native.watched.rates) if k % 3 != 1]
+    assert gated.watched.rates == native.watched.rates[: UPDATES - EPOCHS]
+
+
+class Two(lightning.LightningModule):
+    """Two models with an optimizer each, which take turns; the other one's parameters are frozen meanwhile."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.automatic_optimization = False
+        self.first, self.second = TinyLM(), TinyLM()
+        self.made = [optimizer_for(self.first, kind), optimizer_for(self.second, kind, "sgd")]
+        self.batches = list(DataLoader(texts(), batch_size=ROWS))
+
+    def training_step(self, batch, index):
+        last = (index + 1) % WINDOW == 0 or index + 1 == len(self.batches)
+        for opt, mine, other in zip(
+            self.optimizers(), (self.first, self.second), (self.second, self.first), strict=True
+        ):
+            self.toggle_optimizer(opt)
+            ours, theirs = mine(batch), other(batch)
+            apart = (ours["logits"] - theirs["logits"]).square().mean()
+            self.manual_backward((ours["loss"] + 0.1 * apart) / WINDOW)
+            if last:
+                opt.step()
+                opt.zero_grad()
+            self.untoggle_optimizer(opt)
+
+    def configure_optimizers(self):
+        return self.made
+
+
+def test_optimizers_that_take_turns():
+    native, wrapped = Two("native"), Two("wrapped")
+    fit(native)
+    fit(wrapped)
+    assert [opt.updates for opt in wrapped.made] == [UPDATES, UPDATES]
+    assert [bits(p) for p in wrapped.parameters()] == [bits(p) for p in native.parameters()]
+
+
 def saving(folder, every):
     saved = lightning.callbacks.ModelCheckpoint(folder, "{step}", every_n_train_steps=every, save_top_k=-1)
     return {"enable_checkpointing": True, "callbacks": [saved]}

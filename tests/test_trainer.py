@@ -122,9 +122,10 @@ def train(kind, folder, model, make="adamw", options=None, **more):
     return run.finish(opt)
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.3])
-@pytest.mark.parametrize("make", MAKERS)
-@pytest.mark.parametrize("model", [TinyLM, Counting])
+@pytest.mark.parametrize(
+    ("model", "make", "clip"),
+    [(TinyLM, "adamw", 0.3), (TinyLM, "sgd", 0.0), (Counting, "adamw", 0.0), (Counting, "sgd", 0.3)],
+)
 def test_steps_none_is_native_accumulation(tmp_path, model, make, clip):
     native, wrapped, fused = (train(kind, tmp_path, model(), make, clip=clip) for kind in KINDS)
     truth = train("native", tmp_path, model(torch.float64), make, clip=clip)
@@ -148,6 +149,43 @@ def test_a_bf16_model_is_nearer_to_the_truth(tmp_path):
 
     ours = after("fused", master_weights=True, state_dtype=torch.float32)
     assert_nearer(ours, after("native"), after("native", torch.float64))
+
+
+@pytest.mark.parametrize("settings", [{"bf16": True}, {"label_smoothing_factor": 0.1}], ids=str)
+def test_what_else_there_is_in_the_trainer(tmp_path, settings):
+    native, wrapped = (train(kind, tmp_path, gpt2(), clip=0.3, **settings) for kind in ("native", "wrapped"))
+    assert_same_run(wrapped, native)
+    assert native.updates == UPDATES
+
+
+# Its new name is not in every version.
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing(tmp_path, reentrant):
+    runs = []
+    for kind in ("native", "wrapped"):
+        model = gpt2()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        runs.append(train(kind, tmp_path, model, clip=0.3))
+    assert_same_run(runs[1], runs[0])
+
+
+@pytest.mark.parametrize("again", ["the same", "a new one"])
+def test_training_on(tmp_path, again):
+    """With the Trainer that there is, and with a second one while the first is still there."""
+    models = []
+    for kind in ("native", "wrapped"):
+        model = gpt2()
+        first = trainer_of(model, tmp_path, clip=0.3, optimizers=(optimizer_for(model, kind), None))
+        first.train()
+        second = first
+        if again == "a new one":
+            second = trainer_of(model, tmp_path, clip=0.3, optimizers=(optimizer_for(model, kind, "sgd"), None))
+        second.train()
+        assert first.state.global_step == UPDATES
+        models.append(model)
+    native, wrapped = ([bits(p) for p in model.parameters()] for model in models)
+    assert wrapped == native
 
 
 class Watch(TrainerCallback):
