@@ -218,6 +218,32 @@ def test_steps_n_where_accelerate_does_not_accumulate(fold):
     plain.reset()
 
 
+def test_steps_n_with_a_scaler():
+    """Micro-batches that overflow never reach the wrapper and are not counted; Accelerate sees them left out."""
+    ours = Training("fused", window=1, steps=WINDOW, scale=2.0**19, max_norm=0.3)
+    ours.train()
+    model = TinyLM()
+    plain = optimizer_for(model, "fused", steps=WINDOW, max_norm=0.3)
+    run, scaler = watch(plain, model), torch.amp.GradScaler("cpu", init_scale=2.0**19, growth_interval=3)
+    schedule = GatedScheduler(falling(plain), plain)
+    for batch in [*DataLoader(texts(), batch_size=ROWS)] * EPOCHS:
+        with torch.autocast("cpu", torch.float16):
+            loss = model(batch)["loss"]
+        scaler.scale(loss.float()).backward()
+        scaler.step(plain)
+        scaler.update()
+        schedule.step()
+        plain.zero_grad()
+    left_out = ours.skipped.count(True)
+    assert 0 < left_out < 6
+    assert (plain.updates, plain.pending) == divmod(EPOCHS * BATCHES - left_out, WINDOW)
+    assert (ours.opt.updates, ours.opt.pending) == (plain.updates, plain.pending)
+    assert ours.run.rates == run.rates
+    assert [bits(p) for p in model.parameters()] == [bits(p) for p in ours.bare_model.parameters()]
+    ours.opt.reset()
+    plain.reset()
+
+
 # Two accumulations
 
 
