@@ -73,6 +73,7 @@ class ParameterHooks:
     def __init__(self) -> None:
         self._handles: dict[Tensor, RemovableHandle] = {}
         self._before: dict[Tensor, RemovableHandle] = {}
+        self._inside: dict[Tensor, int] = {}  # what `torch.utils.swap_tensors` takes away, and the hooks with it
         self._behind: list[Tensor] = []  # whose hooks of others were registered after ours
 
     def fit(self, window: Window, listener: str, around: bool = False) -> None:
@@ -84,6 +85,9 @@ class ParameterHooks:
         wanted = {p: None for p in parameters(window.optimizer) if p.requires_grad and p.is_leaf and not is_lazy(p)}
         for p in [p for p in self._handles if p not in wanted]:
             self._remove(p)
+        for p in [p for p, inside in self._inside.items() if p._cdata != inside]:
+            self._remove(p)
+            p._post_accumulate_grad_hooks = p._backward_hooks = None  # they belong to another tensor now
         if not (new := [p for p in wanted if p not in self._handles]):
             return
         known = weakref.ref(window)
@@ -94,6 +98,7 @@ class ParameterHooks:
 
         arrive = torch.compiler.disable(arrive, reason=REASON)
         for p in new:
+            self._inside[p] = p._cdata
             self._handles[p] = p.register_post_accumulate_grad_hook(arrive)
             if around:
                 hooks = p._post_accumulate_grad_hooks
@@ -127,6 +132,7 @@ class ParameterHooks:
 
     def _remove(self, p: Tensor) -> None:
         self._handles.pop(p).remove()
+        del self._inside[p]
         if p in self._before:
             self._before.pop(p).remove()
 

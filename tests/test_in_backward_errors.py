@@ -106,7 +106,7 @@ def test_a_second_try(model, bucket, kind):
     (a * 5 + b * 7).sum().backward()
     w.step()
     fail(model(a, b), kind)
-    left, want = stock(model, 0)[1], stock(model, 0)[1]
+    want = stock(model, 0)[1]
     w.zero_grad()
     try:
         model(a, b).sum().backward()
@@ -122,7 +122,6 @@ def test_a_second_try(model, bucket, kind):
         model(a, b).sum().backward()
         w.step()
     assert [p[0].item() for p in (a, b)] == [2.0 - (5 + want[0]) / 2, 3.0 - (7 + want[1]) / 2]
-    assert left == want
 
 
 @every_model
