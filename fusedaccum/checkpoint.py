@@ -195,18 +195,21 @@ def _check_counts(window: Window, saved: dict[str, Any]) -> None:
     length, pending, mode, (items,) = saved["length"], saved["pending"], saved["mode"], saved["items"]
     counts_items = isinstance(items, Tensor) or items != 0
     holds_sums = any(t is not None for t in saved["sums"])
+    begun = saved.get("begun", ABSENT["begun"])
+    kinds = {mode, (WEIGHTED if begun[-1] else PLAIN) if begun else None} - {None}
     if (
         pending > length
         or (pending > 0) != (mode is not None)
         or (counts_items and mode != WEIGHTED)
-        or (holds_sums and not pending and not saved.get("begun"))
+        or (holds_sums and not pending and not begun)
+        or len(kinds) > 1
         or (saved["kept"] or 0.0) > pending
     ):
         raise ValueError(
             f"{NAME}: the saved window counts {pending} of {length} micro-batches, mode {mode!r}, items {items!r} and "
-            f"{'some sums' if holds_sums else 'no sum'}, which no window can; {WAY_OUT}"
+            f"{'some sums' if holds_sums else 'no sum'}, with {begun!r} begun, which no window can; {WAY_OUT}"
         )
-    if mode == WEIGHTED and window.options.reduction == "sum":
+    if WEIGHTED in kinds and window.options.reduction == "sum":
         raise ValueError(
             f"{NAME}: the saved window counts items and this wrapper has reduction='sum', which has no use for "
             "them; load it with reduction='mean'"

@@ -39,9 +39,10 @@ class Micro:
 
     @classmethod
     def again(cls, window: Window, scale: float | Tensor, items: float | Tensor | None, weighted: bool) -> Micro:
-        """What `as_saved` returned, in a window that has been loaded."""
+        """What `as_saved` returned, in a window that has been loaded. Copies tensors."""
         if not weighted:
             scale = 1.0 if window.options.reduction == "sum" else 1.0 / window.length
+        scale, items = (n.clone() if isinstance(n, Tensor) else n for n in (scale, items))
         return cls(window.length, scale, items, weighted, last=window.pending + 1 >= window.length)
 
     def settled(self, window: Window, mean_of: float | Tensor | None, sum_of: float | Tensor | None) -> Micro:
