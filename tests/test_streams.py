@@ -1,0 +1,199 @@
+"""Which stream waits for which where gradients come on several. The streams are made up: any machine can run this."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from backward_runs import BYTE, sgd_pair
+from wrapper_helpers import tidy  # noqa: F401
+
+from fusedaccum.streams import Streams
+
+DEVICES = torch.device("cuda", 0), torch.device("cuda", 1)
+
+
+class Stream:
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+
+    def wait_stream(self, other):
+        self.log.append(f"{self.name} waits for {other.name}")
+
+
+class Gradient:
+    is_sparse = False
+
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+
+    def record_stream(self, stream):
+        self.log.append(f"{self.name} is in use on {stream.name}")
+
+
+class Sparse(Gradient):
+    is_sparse = True
+
+    def _indices(self):
+        return Gradient(f"indices of {self.name}", self.log)
+
+    def _values(self):
+        return Gradient(f"values of {self.name}", self.log)
+
+    def record_stream(self, stream):
+        raise NotImplementedError("aten::record_stream of a sparse tensor")
+
+
+class Param:
+    def __init__(self, device):
+        self.device = device
+
+
+class Machine:
+    """Streams by name, one current on each device, and what was asked of them."""
+
+    def __init__(self, monkeypatch):
+        self.log = []
+        self.current = {}
+        self.streams = Streams()
+        monkeypatch.setattr(torch.cuda, "current_stream", self.current.__getitem__)
+        self.stream = {name: Stream(name, self.log) for name in ("main", "side", "third", "other")}
+        self.on("main")
+        self.on("other", DEVICES[1])
+
+    def on(self, name, device=DEVICES[0]):
+        self.current[device] = self.stream[name]
+
+    def comes(self, name, device=DEVICES[0], kind=Gradient):
+        p = Param(device)
+        self.streams.note(p, kind(name, self.log))
+        return p
+
+    def fold(self, *params):
+        self.log.clear()
+        self.streams.join(params)
+        return sorted(self.log)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    return Machine(monkeypatch)
+
+
+def test_one_stream_waits_for_nothing(machine):
+    for _ in range(3):
+        assert machine.fold(machine.comes("a"), machine.comes("b")) == []
+
+
+def test_a_fold_waits_for_the_streams_of_its_gradients(machine):
+    machine.on("side")
+    a, b = machine.comes("a"), machine.comes("b")
+    machine.on("third")
+    c = machine.comes("c")
+    machine.on("main")
+    d = machine.comes("d")
+    assert machine.fold(a, b, c, d) == [
+        "a is in use on main",
+        "b is in use on main",
+        "c is in use on main",
+        "main waits for side",
+        "main waits for third",
+    ]
+
+
+def test_a_fold_waits_for_the_one_before(machine):
+    """Both write to the buffer; also where the gradients in between came on the later one's stream."""
+    machine.fold(machine.comes("a"))
+    machine.on("side")
+    assert machine.fold(machine.comes("b")) == ["side waits for main"]
+    assert machine.fold(machine.comes("c")) == []
+    machine.on("main")
+    assert machine.fold(machine.comes("d")) == ["main waits for side"]
+
+
+def test_both_at_once(machine):
+    machine.on("third")
+    machine.fold(machine.comes("a"))
+    machine.on("side")
+    b = machine.comes("b")
+    machine.on("main")
+    assert machine.fold(b) == ["b is in use on main", "main waits for side", "main waits for third"]
+
+
+def test_devices_are_apart(machine):
+    """Each buffer is ordered on its own device."""
+    machine.on("side")
+    a = machine.comes("a")
+    machine.on("main")
+    b = machine.comes("b", DEVICES[1])
+    assert machine.fold(b) == []
+    assert machine.fold(a) == ["a is in use on main", "main waits for side"]
+    c = machine.comes("c")
+    machine.on("third", DEVICES[1])
+    assert machine.fold(c, machine.comes("d", DEVICES[1])) == ["third waits for other"]
+
+
+def test_sparse_gradients_are_two_tensors(machine):
+    machine.on("side")
+    a = machine.comes("a", kind=Sparse)
+    machine.on("main")
+    assert machine.fold(a) == ["indices of a is in use on main", "main waits for side", "values of a is in use on main"]
+
+
+def test_what_is_forgotten_is_not_kept(machine):
+    """Gradients of a backward that failed, or of a window that was dropped."""
+    machine.on("side")
+    a = machine.comes("a")
+    machine.streams.forget()
+    assert not machine.streams._of
+    machine.on("main")
+    b = machine.comes("b")
+    assert machine.fold(b) == []
+    assert not machine.streams._of
+    del a
+
+
+def test_gradients_on_the_cpu_need_no_stream(monkeypatch):
+    def no_stream(device):
+        raise AssertionError("there is no stream on a CPU")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", no_stream)
+    streams, p = Streams(), torch.nn.Parameter(torch.zeros(2))
+    streams.note(p, torch.zeros(2))
+    streams.join([p])
+
+
+@pytest.mark.parametrize("bucket", [BYTE, 25])
+def test_every_gradient_is_noted_and_joined_before_its_fold(monkeypatch, bucket):
+    """The tensor that is folded, which for a gradient that is not contiguous is a copy."""
+    params, w = sgd_pair(bucket_mb=bucket)
+    params[0].data = torch.zeros(2, 3)
+    params[0].register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", torch.ones(3, 2).t()))
+    sum(p.sum() for p in params).backward()
+    w.step()
+    noted, log = {}, []
+    streams = w._window.in_backward._streams
+    (buffer,) = w._window.buffers
+    fold = buffer.fold
+
+    def note(p, grad):
+        noted[p] = grad
+
+    def join(given):
+        log.extend(("join", id(p)) for p in given)
+
+    def folded(grads, scale, norm, part):
+        for p, grad in zip(buffer.params[part.first : part.last], grads, strict=True):
+            if grad is not None:
+                assert grad is noted[p]
+                log.append(("fold", id(p)))
+        fold(grads, scale, norm, part)
+
+    monkeypatch.setattr(streams, "note", note)
+    monkeypatch.setattr(streams, "join", join)
+    monkeypatch.setattr(buffer, "fold", folded)
+    sum(p.sum() for p in params).backward()
+    assert len(log) == 4
+    for p in params:
+        assert log.index(("join", id(p))) < log.index(("fold", id(p)))
+        assert noted[p].is_contiguous()
+    w.step()
