@@ -1,5 +1,6 @@
-"""fold="backward" and backwards that end with an exception: their gradients stay in p.grad as without us, or, where some
-of them have been folded, nothing goes on before reset().
+"""fold="backward" and backwards that end with an exception.
+
+Their gradients stay in p.grad as without us, or, where some of them have been folded, nothing goes on before reset().
 """
 
 from __future__ import annotations
@@ -97,6 +98,22 @@ def refuses(w):
             call()
 
 
+def is_refused(model, bucket):
+    """Whether a backward that failed has left something in the sums, or nobody said that it has failed."""
+    return model in IN_A_NODE or (bucket == BYTE and any(stock(model, 1)[0]))
+
+
+def try_again_in_vain(w, backward):
+    """The backward raises, or what uses it does."""
+
+    def micro_batch():
+        backward()
+        w.step()
+
+    with pytest.raises(RuntimeError, match=LOST):
+        micro_batch()
+
+
 @every_kind
 @both_buckets
 @every_model
@@ -108,19 +125,16 @@ def test_a_second_try(model, bucket, kind):
     fail(model(a, b), kind)
     want = stock(model, 0)[1]
     w.zero_grad()
-    try:
-        model(a, b).sum().backward()
-        w.step()
-    except RuntimeError as error:
-        assert "was left by an exception" in str(error)
+    if is_refused(model, bucket):
+        try_again_in_vain(w, lambda: model(a, b).sum().backward())
         refuses(w)
         for p in (a, b):
             p.grad = None
         w.reset()
         (a * 5 + b * 7).sum().backward()
         w.step()
-        model(a, b).sum().backward()
-        w.step()
+    model(a, b).sum().backward()
+    w.step()
     assert [p[0].item() for p in (a, b)] == [2.0 - (5 + want[0]) / 2, 3.0 - (7 + want[1]) / 2]
 
 
@@ -165,12 +179,11 @@ def test_the_same_graph_again(model, bucket):
     loss = model(a, b)
     fail(loss, retain_graph=True)
     w.zero_grad()
-    try:
-        loss.sum().backward()
-        w.step()
-    except RuntimeError as error:
-        assert "was left by an exception" in str(error)
+    if is_refused(model, bucket):
+        try_again_in_vain(w, lambda: loss.sum().backward())
         return
+    loss.sum().backward()
+    w.step()
     assert [p[0].item() for p in (a, b)] == [2.0 - want[0], 3.0 - want[1]]
 
 

@@ -268,6 +268,10 @@ def test_a_backward_in_another_thread():
         assert toy.value == -7.5
 
 
+def wait(barrier, grad):
+    barrier.wait(30)
+
+
 def test_backwards_in_two_threads_at_once():
     """Each waits inside its pass for the other one."""
     params, w = sgd_pair(n=1, values=(2.0, 3.0, 5.0, 7.0), bucket_mb=BYTE)
@@ -276,7 +280,7 @@ def test_backwards_in_two_threads_at_once():
 
         def work(a, b, barrier=barrier):
             h = (a * 2).clone()
-            h.register_hook(lambda grad: None if barrier.wait(30) else None)
+            h.register_hook(functools.partial(wait, barrier))
             (h * b).sum().backward()
 
         threads = [threading.Thread(target=work, args=pair) for pair in (params[:2], params[2:])]
