@@ -7,6 +7,7 @@ import torch
 from backward_runs import BYTE, sgd_pair
 from wrapper_helpers import tidy  # noqa: F401
 
+from fusedaccum import folding
 from fusedaccum.streams import Streams
 
 DEVICES = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -164,7 +165,7 @@ def test_gradients_on_the_cpu_need_no_stream(monkeypatch):
 
 @pytest.mark.parametrize("bucket", [BYTE, 25])
 def test_every_gradient_is_noted_and_joined_before_its_fold(monkeypatch, bucket):
-    """The tensor that is folded, which for a gradient that is not contiguous is a copy."""
+    """One that has to be copied first, too: the copy is made behind the wait."""
     params, w = sgd_pair(bucket_mb=bucket)
     params[0].data = torch.zeros(2, 3)
     params[0].register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", torch.ones(3, 2).t()))
@@ -173,27 +174,32 @@ def test_every_gradient_is_noted_and_joined_before_its_fold(monkeypatch, bucket)
     noted, log = {}, []
     streams = w._window.in_backward._streams
     (buffer,) = w._window.buffers
-    fold = buffer.fold
+    fold, acceptable = buffer.fold, folding.acceptable
 
     def note(p, grad):
-        noted[p] = grad
+        noted[id(p)] = grad
 
     def join(given):
         log.extend(("join", id(p)) for p in given)
 
+    def copied(window, buffer, p, grad):
+        log.append(("copy", id(p)))
+        return acceptable(window, buffer, p, grad)
+
     def folded(grads, scale, norm, part):
+        fold(grads, scale, norm, part)
         for p, grad in zip(buffer.params[part.first : part.last], grads, strict=True):
             if grad is not None:
-                assert grad is noted[p]
                 log.append(("fold", id(p)))
-        fold(grads, scale, norm, part)
+                assert (grad is noted[id(p)]) == noted[id(p)].is_contiguous()
 
     monkeypatch.setattr(streams, "note", note)
     monkeypatch.setattr(streams, "join", join)
+    monkeypatch.setattr(folding, "acceptable", copied)
     monkeypatch.setattr(buffer, "fold", folded)
     sum(p.sum() for p in params).backward()
-    assert len(log) == 4
-    for p in params:
-        assert log.index(("join", id(p))) < log.index(("fold", id(p)))
-        assert noted[p].is_contiguous()
+    first, second = map(id, params)
+    assert not noted[first].is_contiguous()
+    assert log.index(("join", first)) < log.index(("copy", first)) < log.index(("fold", first))
+    assert log.index(("join", second)) < log.index(("fold", second))
     w.step()
