@@ -12,8 +12,10 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from stateful_drawn import (
+    BUCKETS,
     COUNTS,
     EDITS,
+    IN_BACKWARD,
     LOW,
     POLICIES,
     PRECISION,
@@ -60,17 +62,22 @@ class Machine(RuleBasedStateMachine):
         steps=steps_drawn,
         poison=st.integers(0, 3),
         scaling=st.sampled_from([None, None, "amp_scaling", "without it"]),
+        bucket=st.sampled_from(BUCKETS),
     )
     def initialize(self, **drawn):
         self.begin(**(drawn | self.chosen))
 
-    def begin(self, name, precision, policy, reduction, max_norm, steps, poison, scaling):
+    def begin(self, name, precision, policy, reduction, max_norm, steps, poison, scaling, bucket):
+        """bucket: MiB of gradients that are folded together in a backward; None where step() folds them."""
         update, low = precision
+        if bucket is not None:
+            scaling, policy = None, policy if policy in IN_BACKWARD else "skip_window"
         self.kind, self.rule_of, self.extra = RULES[name]
         options = {"update": update, "nonfinite": policy, "reduction": reduction, "max_norm": max_norm}
         options["amp_scaling"] = scaling == "amp_scaling" and policy != "raise"
         options |= {"master_weights": low == "masters", "state_dtype": torch.float32 if low == "state" else None}
         options["rounding"] = "stochastic" if low == "stochastic" else "nearest"
+        options |= {"fold": "step"} if bucket is None else {"fold": "backward", "bucket_mb": bucket}
         self.options = options
         self.scaler = None
         if scaling:
@@ -167,8 +174,9 @@ class Machine(RuleBasedStateMachine):
             values = values.double() * (self.scaler.get_scale() if scaled else 1.0)
             m.grad = values if m.grad is None else (m.grad + values).to(m.dtype).double()
 
-    @event(grads=grads_drawn, bad=bad_drawn, sparse=sparse_drawn)
-    def only_backward(self, grads, bad, sparse):
+    @event(grads=grads_drawn, bad=bad_drawn, sparse=sparse_drawn, count=st.sampled_from([*COUNTS, *[NO_COUNT] * 20]))
+    def only_backward(self, grads, bad, sparse, count):
+        self.announce_early(count)
         self.backward(grads, bad, sparse)
 
     @rule(calls=st.lists(calls_drawn, min_size=2, max_size=6))
@@ -193,8 +201,8 @@ class Machine(RuleBasedStateMachine):
 
     def counted(self, call):
         """The item count that the call has to give, and where."""
-        if self.model.announced is not None:
-            return self.model.announced, "already"
+        if self.model.said is not None:
+            return self.model.said, "already"
         counts = self.model.weighted if self.model.calls else call.counted
         return (call.count if counts and self.options["reduction"] == "mean" else NO_COUNT), call.said
 
@@ -205,9 +213,9 @@ class Machine(RuleBasedStateMachine):
             self.announce(count)
 
         def closure():
-            self.backward(call.grads, call.bad, call.sparse)
             if said == "closure":
                 self.announce(count)
+            self.backward(call.grads, call.bad, call.sparse)
             self.must_raise = self.model.will_raise(count)
             if not self.must_raise:
                 self.model.fold(count)
@@ -223,7 +231,7 @@ class Machine(RuleBasedStateMachine):
     @rule(count=st.sampled_from(COUNTS))
     def announce_early(self, count):
         takes_counts = self.model.weighted if self.model.calls else self.options["reduction"] == "mean"
-        if takes_counts and count.word:
+        if takes_counts and count.word and self.model.begun is None:
             self.announce(count)
 
     def announce(self, count):
@@ -244,6 +252,8 @@ class Machine(RuleBasedStateMachine):
     # Windows
 
     def flush_window(self):
+        if self.model.begun is not None:  # its backward was a whole micro-batch
+            self.model.fold(self.model.begun)
         was_open = self.model.calls > 0
         flushed = self.w.flush()
         if was_open:

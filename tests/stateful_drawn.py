@@ -60,6 +60,11 @@ SPARSE = [()] * 5 + [(0,), (1,), (2,), (1, 3), (0, 1, 2, 3)]
 NOT_FINITE = [None] * 24 + [(k, bad) for k in range(MOST) for bad in (math.inf, -math.inf, math.nan)]
 COUNTS = [Count(word, n, on) for word in ("mean_of", "sum_of") for n in (0, 1, 2, 3, 0.5) for on in (False, True)]
 
+# Of fold="backward", in MiB: every gradient alone, some together, all.
+BYTE = 2.0**-20
+BUCKETS = [None] * 3 + [BYTE, 272 * BYTE, 25]
+IN_BACKWARD = ("propagate", "skip_window")  # the policies it takes
+
 POLICIES = ["propagate", "skip_window", "skip_micro", "skip_micro", "raise"]
 EDITS = [None] + [(k, factor) for k in range(2) for factor in (0.5, 0.0, -2.0)]
 

@@ -10,8 +10,11 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition
+from stateful_backward import InBackward
 from stateful_drawn import (
+    BUCKETS,
     COUNTS,
+    IN_BACKWARD,
     MOST,
     POLICIES,
     close,
@@ -24,7 +27,6 @@ from stateful_drawn import (
     which,
 )
 from stateful_model import NO_COUNT
-from stateful_scaler import Scaled
 from wrapper_helpers import refused
 
 from fusedaccum import FusedAccumOptimizer
@@ -53,7 +55,7 @@ def must_warn(words, expected):
         yield
 
 
-class Life(Scaled):
+class Life(InBackward):
     # Parameters
 
     @precondition(lambda self: len(self.params) < MOST)
@@ -140,7 +142,8 @@ class Life(Scaled):
         if bare:
             saved = {key: value for key, value in saved.items() if key != KEY}
         counts = model["counts"]
-        no_use = not bare and counts["calls"] > 0 and counts["weighted"] and self.options["reduction"] == "sum"
+        weighted = counts["weighted"] if counts["calls"] else counts["begun"] is not None and counts["begun"].word
+        no_use = not bare and weighted and self.options["reduction"] == "sum"
         if no_use or len(model["params"]) != len(self.params):
             with must_refuse(self.w, "parameter|reduction='sum'"):
                 self.w.load_state_dict(saved)
@@ -153,7 +156,8 @@ class Life(Scaled):
     def load_dict(self, saved, model, bare=False):
         steps, counts = self.model.steps, model["counts"]
         length = steps(counts["updates"]) if callable(steps) else steps
-        warns = not bare and counts["calls"] > 0 and model["length"] != length
+        is_open = counts["calls"] > 0 or counts["begun"] is not None
+        warns = not bare and is_open and model["length"] != length
         with must_warn("steps=", warns):
             self.w.load_state_dict(saved)
         self.model.load(model, bare)
@@ -190,6 +194,7 @@ class Life(Scaled):
                 "nonfinite": st.sampled_from(POLICIES),
                 "max_norm": st.sampled_from([None, 1.0]),
                 "amp_scaling": st.booleans(),
+                "bucket": st.sampled_from(BUCKETS),
             }
         ),
         how=st.sampled_from(["after a restart", "and load", "only"]),
@@ -199,7 +204,7 @@ class Life(Scaled):
         fresh, load = how == "after a restart", how != "only"
         saved, model = copy.deepcopy(self.saved())
         self.close()
-        if load and self.model.weighted:
+        if load and self.model.counts_items:
             changed["reduction"] = "mean"
         self.change_options(**changed)
         if fresh:
@@ -210,8 +215,14 @@ class Life(Scaled):
             self.load_dict(saved, model)
         self.attach()
 
-    def change_options(self, nonfinite, amp_scaling, **others):
-        options = self.options | others
+    def change_options(self, nonfinite, amp_scaling, bucket, **others):
+        options = {k: v for k, v in self.options.items() if k not in ("fold", "bucket_mb")} | others
+        in_backward = bucket is not None and self.scaler is None
+        options |= {"fold": "backward", "bucket_mb": bucket} if in_backward else {"fold": "step"}
+        if in_backward and options["nonfinite"] not in IN_BACKWARD:
+            options["nonfinite"] = "skip_window"
+        if in_backward and nonfinite not in IN_BACKWARD:
+            nonfinite = "skip_window"
         if self.scaler is not None and torch.float16 not in self.dtypes:
             options["amp_scaling"] = amp_scaling
         if not (nonfinite == "propagate" and self.poison) and not (nonfinite == "raise" and options["amp_scaling"]):
@@ -221,7 +232,7 @@ class Life(Scaled):
         self.options = options
 
     def close(self):
-        with must_warn("open window", self.model.calls > 0):
+        with must_warn("open window", self.model.calls > 0 or self.model.begun is not None):
             self.w.close()
         for call in (self.w.step, self.w.flush, self.w.micro_batch, lambda: self.w.load_state_dict({})):
             with asserted(), pytest.raises(RuntimeError, match="close"):
@@ -244,10 +255,10 @@ class Life(Scaled):
         self.backward(grads, None)
         model, w = self.model, self.w
         sums = self.options["reduction"] == "sum"
-        if what == "mixed" and model.calls and model.announced is None:
-            with must_refuse(w, "reduction" if sums else "plain|weighted"):
+        if what == "mixed" and model.calls and model.said is None:
+            with must_refuse(w, "reduction|without it" if sums else "plain|weighted|without it"):
                 w.step(**({} if model.weighted else {"mean_of": 2}))
-        elif what == "mixed" and sums:
+        elif what == "mixed" and sums and model.said is None:
             with must_refuse(w, "reduction"):
                 w.step(sum_of=2)
         elif what == "twice" and model.announced is not None:

@@ -61,8 +61,8 @@ def before(monkeypatch, owner, name, first):
 
 @mistake
 def a_first_touch_adds_to_what_an_earlier_window_left(monkeypatch):
-    def mark(buffer, grads, scale, norm):
-        for k, g in enumerate(grads):
+    def mark(buffer, grads, scale, norm, part=None):
+        for k, g in enumerate(grads, part.first if part else 0):
             if g is not None:
                 buffer.marks[k] |= TOUCHED
 

@@ -31,6 +31,11 @@ class Count:
         """Whether its micro-batch counts nothing: its gradients may hold anything."""
         return self.word is not None and self.items == 0
 
+    @property
+    def scale(self) -> float:
+        """What its gradients are multiplied by."""
+        return {None: 1.0, "mean_of": self.items, "sum_of": float(self.items > 0)}[self.word]
+
 
 NO_COUNT = Count(None, 0, False)
 
@@ -73,6 +78,10 @@ class Param:
             self.master = torch.where(same, self.master, self.value)
             self.master_error = torch.where(same, self.master_error, 0.0)
         self.rounded = self.value
+
+    def add(self, part: Tensor) -> None:
+        self.sum = part if self.sum is None else self.sum + part
+        self.size = self.size + part.abs()
 
     def adopt(self, value: Tensor, moments: dict[str, Tensor]) -> None:
         """Go on from what was read, now that it was judged."""
@@ -141,12 +150,34 @@ class Model:
     def reset(self) -> None:
         self.calls, self.left_out, self.items, self.weighted, self.offered = 0, 0, 0.0, None, False
         self.length = None
-        self.announced = None
+        self.announced = self.begun = None
+        self.passes = 0
         self.updated = False
         for p in self.params:
             p.sum, p.size = None, 0.0
 
     # One micro-batch
+
+    def begin(self) -> None:
+        """Gradients of a micro-batch are folded before its step(): begun is what was said of it by then."""
+        if self.begun is None:
+            self.length = self.length_now
+            self.begun = self.announced or NO_COUNT
+
+    def fold_now(self, p: Param, grad: Tensor) -> None:
+        """A gradient that a backward has folded, of the micro-batch that is begun."""
+        self.offered = True
+        if not self.begun.drops:
+            p.add(self.begun.scale * grad)
+
+    @property
+    def said(self) -> Count | None:
+        """The count that the coming step() must not give again."""
+        return self.begun if self.begun is not None and self.begun.word else self.announced
+
+    @property
+    def counts_items(self) -> bool:
+        return bool(self.weighted) if self.calls else self.begun is not None and self.begun.word is not None
 
     def will_raise(self, count: Count) -> bool:
         return self.options["nonfinite"] == "raise" and not count.drops and not self.is_finite()
@@ -159,7 +190,7 @@ class Model:
         self.length = self.length_now
         self.calls += 1
         self.weighted = count.word is not None
-        self.updated, self.announced = False, None
+        self.updated, self.announced, self.begun = False, None, None
         looks = self.options["nonfinite"] == "skip_micro"
         self.offered |= any(p.grad is not None for p in self.params)
         if not count.drops and (overflowed or (looks and not self.is_finite())):
@@ -167,18 +198,11 @@ class Model:
             self.skipped_micro_batches += 1
         else:
             self.items += count.items
-            scale = {None: 1.0, "mean_of": count.items, "sum_of": float(count.items > 0)}[count.word]
-            if not count.drops:
-                self._add(scale)
+            for p in self.params if not count.drops else ():
+                if p.grad is not None:
+                    p.add(count.scale * p.grad)
         for p in self.params:
             p.grad = None
-
-    def _add(self, scale: float) -> None:
-        for p in self.params:
-            if p.grad is not None:
-                part = scale * p.grad
-                p.sum = part if p.sum is None else p.sum + part
-                p.size = p.size + part.abs()
 
     @property
     def full(self) -> bool:
@@ -187,7 +211,7 @@ class Model:
     @property
     def length_now(self) -> int:
         """Of the open window, or of the one to come, which `steps` may say as a function of the coming update."""
-        if self.calls:
+        if self.calls or self.begun is not None:
             return self.length
         return self.steps(self.updates) if callable(self.steps) else self.steps
 
@@ -197,7 +221,8 @@ class Model:
 
     def held(self, p: Param) -> tuple[Tensor, Tensor]:
         """What `master_grad` shows inside a window, and its error."""
-        share = 1.0 if self.weighted or self.options["reduction"] == "sum" else 1.0 / self.length_now
+        whole = self.counts_items or self.options["reduction"] == "sum"
+        share = 1.0 if whole else 1.0 / self.length_now
         return self._shared(p, share)
 
     def mean(self, p: Param) -> tuple[Tensor, Tensor]:
@@ -208,7 +233,7 @@ class Model:
     def _shared(self, p: Param, share: float) -> tuple[Tensor, Tensor]:
         if p.sum is None or share == 0.0:
             return torch.zeros_like(p.value), torch.zeros_like(p.value)
-        return p.sum * share, FLOAT32 * (2 * self.calls + 4) * p.size * share
+        return p.sum * share, FLOAT32 * (2 * (self.calls + self.passes) + 4) * p.size * share
 
     # The boundary
 
@@ -297,6 +322,8 @@ class Model:
         "skipped_windows",
         "skipped_micro_batches",
         "drawn",
+        "begun",
+        "passes",
     )
     OF_STATE = ("moments", "count")
     OF_WINDOW = ("sum", "size", "master", "master_error", "rounded")
@@ -326,8 +353,8 @@ class Model:
             for name in self.OF_STATE if bare else (*self.OF_STATE, *self.OF_WINDOW):
                 setattr(p, name, entry[name])
         if not bare:
-            calls = saved["counts"].pop("calls")
+            length = self.steps(saved["counts"]["updates"]) if callable(self.steps) else self.steps
             for name, value in saved["counts"].items():
                 setattr(self, name, value)
-            self.length, self.calls = self.length_now, calls
+            self.length = length
         self.norm = UNKNOWN
