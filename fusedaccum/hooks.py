@@ -87,7 +87,9 @@ class ParameterHooks:
             self._remove(p)
         for p in [p for p, inside in self._inside.items() if p._cdata != inside]:
             self._remove(p)
-            p._post_accumulate_grad_hooks = p._backward_hooks = None  # they belong to another tensor now
+            p._post_accumulate_grad_hooks = None  # what stood there belongs to another tensor now
+            if around:
+                p._backward_hooks = None
         if not (new := [p for p in wanted if p not in self._handles]):
             return
         known = weakref.ref(window)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from stateful_drawn import BYTE
-from stateful_mistakes import MISTAKES, before, mistake, mistake_where
+from stateful_mistakes import before, mistake, mistake_where
+from stateful_mistakes_inputs import MISTAKES
 
 from fusedaccum import checkpoint
 from fusedaccum.flat_buffer import FlatBuffer

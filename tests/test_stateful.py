@@ -12,14 +12,12 @@ import warnings
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
-import stateful_mistakes_backward
-import stateful_mistakes_inputs
 from stateful_life import Life
+from stateful_mistakes_backward import MISTAKES
 from wrapper_helpers import use_two_buffers
 
 LONG = int(os.environ.get("FUSEDACCUM_EXAMPLES", "0"))
 EXAMPLES = 150
-MISTAKES = stateful_mistakes_inputs.MISTAKES | stateful_mistakes_backward.MISTAKES
 
 pytestmark = [
     pytest.mark.filterwarnings("error"),
