@@ -115,10 +115,17 @@ class LiveGrads:
     def before(self, p: Tensor, window: Window) -> None:
         """A hook: `p` is about to get a gradient, or `torch.autograd.grad` reads one and `p` gets none."""
         with self._lock:
-            if self._is_ours(p):
+            if p.grad is None or (place := self._places.get(p)) is None:
+                return
+            if not self._is_ours(p):
+                if p.grad.dtype == place.view.dtype or p.grad.requires_grad:
+                    return
                 self._enter(window)
-                p.grad = None
-                self._away.add(p)
+                with modes.no_grad():
+                    self._fold(window, p)  # else autograd would add in 16 bits
+            self._enter(window)
+            p.grad = None
+            self._away.add(p)
 
     def _enter(self, window: Window) -> None:
         if self.passes.enter(self._end, self._fail):
