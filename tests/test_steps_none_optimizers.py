@@ -20,7 +20,7 @@ COMPARABLE = [(case, dtype) for case in WRAPPABLE for dtype in DTYPES if not cas
 
 
 def add(p, g):
-    """A backward that hands `p` the gradient `g`. Where it takes none (differentiable=True), the caller adds in FP32."""
+    """A backward that hands `p` the gradient `g`. Where it takes none (differentiable=True) the caller adds in FP32."""
     if p.requires_grad:
         (p * g).sum().backward()
     elif p.grad is None:
