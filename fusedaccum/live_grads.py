@@ -118,15 +118,16 @@ class LiveGrads:
         """A hook: a parameter is about to get a gradient, or `torch.autograd.grad` reads one and it gets none."""
         with self._lock:
             p = self._hooks.param(key)
-            if p is None or p.grad is None or (place := self._places.get(p)) is None:
+            if p is None or p.grad is None or p not in self._places:
+                return
+            self._enter(window)
+            if (place := self._places.get(p)) is None:  # it has left the optimizer
                 return
             if not self._is_ours(p):
                 if p.grad.dtype == place.view.dtype or p.grad.requires_grad:
                     return
-                self._enter(window)
                 with modes.no_grad():
                     self._fold(window, p)  # else autograd would add in 16 bits
-            self._enter(window)
             p.grad = None
             self._away.add(p)
 

@@ -14,7 +14,19 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from stateful import RULES, Machine
-from stateful_drawn import LOW, MOST, PRECISION, SIZES, bad_drawn, close, grads_drawn, pattern, read, sparse_drawn, which
+from stateful_drawn import (
+    LOW,
+    MOST,
+    PRECISION,
+    SIZES,
+    bad_drawn,
+    close,
+    grads_drawn,
+    pattern,
+    read,
+    sparse_drawn,
+    which,
+)
 from stateful_drawn import sparse_loss as loss_of_sparse
 from stateful_model import FLOAT32, Model, rounding
 from torch.nn.utils import clip_grad_norm_
@@ -154,12 +166,12 @@ class Live(RuleBasedStateMachine):
     def loss(self, grads, bad=None, sparse=(), scale=1.0):
         """The loss, and what each parameter gets of it."""
         loss, given = torch.zeros(()), {}
-        for k, (p, _) in enumerate(self.pairs):
+        for k, (p, m) in enumerate(self.pairs):
             if grads[k] is None or not p.requires_grad:
                 continue
             values = self.values_of(p, grads[k], bad, scale)
             given[k] = values.double() * scale
-            if k in sparse and (p.grad is None or p.dtype == torch.float32):
+            if k in sparse and m.hooked:  # else p.grad would be sparse, which cannot be clipped
                 given[k][: (p.numel() + 1) // 2] *= 1 + 1 / 512
                 loss = loss + loss_of_sparse(p, values).float()
             else:
@@ -324,6 +336,10 @@ class Live(RuleBasedStateMachine):
         result = self.w.step(*closure)
         assert result == (3.5 if closure else None)
         self.model.step()
+        self.hooks_are_there()
+
+    def hooks_are_there(self):
+        """Of every parameter, after a step."""
         for p, m in self.pairs:
             m.hooked = m.hooked or p.requires_grad
 
@@ -412,4 +428,4 @@ class Live(RuleBasedStateMachine):
             assert all(p.grad is None for p in self.params)
 
 
-assert MOST >= len(SIZES)
+assert len(SIZES) <= MOST

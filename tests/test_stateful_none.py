@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import test_stateful
-from stateful_none import Live
+from hypothesis import Phase
+from stateful_none_life import LiveLife
+from stateful_none_mistakes import MISTAKES
 from test_stateful import LONG, nothing_left, run  # noqa: F401
 from wrapper_helpers import use_two_buffers
 
@@ -18,9 +20,18 @@ pytestmark = [
 
 
 def test_compiled():
-    run(Live, LONG or EXAMPLES)
+    run(LiveLife, LONG or EXAMPLES)
 
 
 def test_two_buffers(monkeypatch):
     use_two_buffers(monkeypatch)
-    run(Live, LONG or EXAMPLES // 4)
+    run(LiveLife, LONG or EXAMPLES // 4)
+
+
+@pytest.mark.parametrize(("plant", "chosen"), MISTAKES.values(), ids=MISTAKES)
+def test_a_planted_mistake_is_found(plant, chosen, monkeypatch):
+    """With the budget of `test_compiled`, and without the search for a shorter sequence."""
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, ValueError, RuntimeError)) as found:
+        run(type("Chosen", (LiveLife,), {"chosen": chosen}), EXAMPLES, phases=[Phase.generate])
+    assert not found.traceback[-1].path.name.startswith("stateful_none_mistakes")
