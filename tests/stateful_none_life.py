@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition
 from stateful_drawn import MOST, close, grads_drawn, pattern, read, which
 from stateful_life import KEY, must_refuse, must_warn
-from stateful_none import Live, event
+from stateful_none import Live
+from stateful_none_model import event
 
 from fusedaccum import FusedAccumOptimizer
 
@@ -113,6 +114,8 @@ class LiveLife(Live):
 
     def load_model(self, model, bare=False):
         self.model.load(model, bare)
+        if not bare:
+            self.model.seen = min(self.model.seen, self.model.updates)  # the schedule begins anew there
 
     @event()
     def load_itself(self):
