@@ -4,6 +4,7 @@ own hooks on parameters.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -72,8 +73,10 @@ class ParameterHooks:
 
     def __init__(self) -> None:
         self._handles: dict[Tensor, RemovableHandle] = {}
-        self._before: dict[Tensor, RemovableHandle] = {}
+        self._before: dict[Tensor, tuple[RemovableHandle, int]] = {}
         self._inside: dict[Tensor, int] = {}  # what `torch.utils.swap_tensors` takes away, and the hooks with it
+        self._params: dict[int, Tensor] = {}  # a weak reference would keep torch.utils.swap_tensors from a parameter
+        self._keys = itertools.count()
         self._behind: list[Tensor] = []  # whose hooks of others were registered after ours
 
     def fit(self, window: Window, listener: str, around: bool = False) -> None:
@@ -105,7 +108,19 @@ class ParameterHooks:
             if around:
                 hooks = p._post_accumulate_grad_hooks
                 _put_last(hooks, [key for key in hooks if key != self._handles[p].id])
-                self._before[p] = p.register_hook(_before(known, listener, weakref.ref(p)))
+                key = next(self._keys)
+                self._params[key] = p
+                self._before[p] = p.register_hook(_before(known, listener, key)), key
+
+    def param(self, key: int) -> Tensor | None:
+        """The parameter of a `before`; None where its hook is not ours any more."""
+        return self._params.get(key)
+
+    def renew(self) -> None:
+        """Have autograd call them where `torch.utils.swap_tensors` gave them to another tensor. Not in a backward."""
+        for p in self._handles:
+            p._post_accumulate_grad_hooks = p._post_accumulate_grad_hooks
+            p._backward_hooks = p._backward_hooks
 
     def number(self, p: Tensor) -> int:
         """The number of our hook among those of `p`; -1 where `p` has none."""
@@ -127,16 +142,18 @@ class ParameterHooks:
 
     def come_around(self) -> None:
         """Have our `before` run behind hooks of others that were registered later."""
-        for p, handle in self._before.items():
+        for p, (handle, _) in self._before.items():
             hooks = p._backward_hooks
-            if next(reversed(hooks)) != handle.id:
+            if hooks and handle.id in hooks and next(reversed(hooks)) != handle.id:
                 _put_last(hooks, [handle.id])
 
     def _remove(self, p: Tensor) -> None:
         self._handles.pop(p).remove()
         del self._inside[p]
         if p in self._before:
-            self._before.pop(p).remove()
+            handle, key = self._before.pop(p)
+            handle.remove()
+            del self._params[key]
 
     def remove(self) -> None:
         """Remove them all."""
@@ -153,10 +170,9 @@ def _put_last(hooks: dict[int, Any], keys: list[int]) -> None:
         hooks[key] = hooks.pop(key)
 
 
-def _before(known: weakref.ref[Window], listener: str, param: weakref.ref[Tensor]) -> Callable[[Tensor], None]:
+def _before(known: weakref.ref[Window], listener: str, key: int) -> Callable[[Tensor], None]:
     def before(grad: Tensor) -> None:
-        window, p = known(), param()
-        if window is not None and p is not None:
-            getattr(window, listener).before(p, window)
+        if (window := known()) is not None:
+            getattr(window, listener).before(key, window)
 
     return torch.compiler.disable(before, reason=REASON)

@@ -48,9 +48,7 @@ class InBackward:
         self.passes = Passes()
         self._hooks = ParameterHooks()
         self._lock = threading.RLock()  # the engine has a thread for each device
-        self._slots: dict[
-            int, Slot
-        ] = {}  # by the parameter's identity: a tensor's hash takes as long as all of the rest
+        self._slots: dict[int, Slot] = {}  # by identity: a tensor's hash takes as long as all of the rest
         self._bucket: list[tuple[Tensor, Slot]] = []
         self._held = 0  # bytes in the bucket
         self._checked = False  # that no other tool needs these gradients

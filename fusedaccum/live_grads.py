@@ -69,11 +69,13 @@ class LiveGrads:
         self._away: set[Tensor] = set()  # parameters whose view was taken away
         self._streams = Streams()
         self._grad_dtypes: dict[Tensor, torch.dtype | None] = {}  # as they were where ours is another; None: p.dtype
+        self._changed = False  # parameters, since hooks were last looked after
         self._unused = False  # whether there was a backward since the last step
 
     def hook(self, window: Window) -> None:
         """Hook the parameters that can get gradients, and no others. The window's buffers may be new."""
         self._fit_hooks(window)
+        self._changed = True
         was, self._places = self._places, {}
         for buffer in window.buffers:
             for part in buffer.parts(0):
@@ -112,13 +114,22 @@ class LiveGrads:
     def _is_ours(self, p: Tensor) -> bool:
         return (place := self._places.get(p)) is not None and place.is_view(p.grad)
 
-    def before(self, p: Tensor, window: Window) -> None:
-        """A hook: `p` is about to get a gradient, or `torch.autograd.grad` reads one and `p` gets none."""
+    def before(self, key: int, window: Window) -> None:
+        """A hook: a parameter is about to get a gradient, or `torch.autograd.grad` reads one and it gets none."""
         with self._lock:
-            if self._is_ours(p):
-                self._enter(window)
-                p.grad = None
-                self._away.add(p)
+            p = self._hooks.param(key)
+            if p is None or p.grad is None or p not in self._places:
+                return
+            self._enter(window)
+            if (place := self._places.get(p)) is None:  # it has left the optimizer
+                return
+            if not self._is_ours(p):
+                if p.grad.dtype == place.view.dtype or p.grad.requires_grad:
+                    return
+                with modes.no_grad():
+                    self._fold(window, p)  # else autograd would add in 16 bits
+            p.grad = None
+            self._away.add(p)
 
     def _enter(self, window: Window) -> None:
         if self.passes.enter(self._end, self._fail):
@@ -215,6 +226,9 @@ class LiveGrads:
         """Have the buffers say what `p.grad` says: touched where there is one. One that is not ours is copied."""
         self._put_back()
         self._fit_hooks(window)
+        if self._changed and torch._C._current_graph_task_id() < 0:  # not inside a backward
+            self._hooks.renew()
+            self._changed = False
         others = [self._others(window, buffer) for buffer in window.buffers]
         for buffer, grads in zip(window.buffers, others, strict=True):
             held = [p.grad is not None and g is None for p, g in zip(buffer.params, grads, strict=True)]

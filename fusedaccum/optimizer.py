@@ -262,8 +262,9 @@ class FusedAccumOptimizer(Asked, Optimizer):
         if not window.closed:
             if window.is_open:
                 warn_open_window(window, "was closed")
-            self.reset()
-            window.release()
+            with modes.no_grad():
+                window.reset()
+                window.release()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear every `p.grad`. The open window keeps what it holds; `reset()` drops it."""

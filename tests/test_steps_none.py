@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from live_runs import SHAPES, Run, assert_same, ours_are_views, run
-from live_scripts import ROUNDS, SCRIPTS
+from live_scripts_hooks import ROUNDS, SCRIPTS
 from wrapper_helpers import (
     DTYPES,
     LOW_PRECISION,

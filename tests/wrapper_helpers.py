@@ -98,7 +98,8 @@ def params_of(optimizer):
 
 
 def bits(tensor) -> bytes:
-    return bytes(tensor.detach().clone().reshape(-1).contiguous().view(torch.uint8).tolist())
+    whole = tensor.detach().clone(memory_format=torch.contiguous_format)
+    return bytes(whole.reshape(-1).view(torch.uint8).tolist())
 
 
 def state_bits(value):
