@@ -16,7 +16,7 @@ from fusedaccum.hooks import ParameterHooks
 from fusedaccum.notices import warn
 from fusedaccum.ops import TOUCHED
 from fusedaccum.options import NAME, parameters
-from fusedaccum.passes import Passes
+from fusedaccum.passes import Passes, is_compiled
 from fusedaccum.streams import Streams
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class LiveGrads:
             self._away.add(p)
 
     def _enter(self, window: Window) -> None:
-        if self.passes.enter(self._end, self._fail):
+        if is_compiled() or self.passes.enter(self._end, self._fail):
             if capture.is_capturing():
                 raise RuntimeError(
                     f"{NAME}: a backward with steps=None cannot be captured in a CUDA graph; use steps=N, fold='step'"
@@ -163,7 +163,7 @@ class LiveGrads:
             self._enter(window)
             if p.grad is None or p not in self._places:
                 return
-            if self._is_ours(p):  # compiled autograd had taken it up as what to add to, before it was taken away
+            if self._is_ours(p):  # compiled autograd has added to it
                 self._away.discard(p)
                 self._unused = True
             elif p.grad.requires_grad:  # create_graph=True: a sum that can be differentiated is autograd's to make
