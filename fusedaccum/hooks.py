@@ -116,12 +116,6 @@ class ParameterHooks:
         """The parameter of a `before`; None where its hook is not ours any more."""
         return self._params.get(key)
 
-    def renew(self) -> None:
-        """Have autograd call them where `torch.utils.swap_tensors` gave them to another tensor. Not in a backward."""
-        for p in self._handles:
-            p._post_accumulate_grad_hooks = p._post_accumulate_grad_hooks
-            p._backward_hooks = p._backward_hooks
-
     def number(self, p: Tensor) -> int:
         """The number of our hook among those of `p`; -1 where `p` has none."""
         return self._handles[p].id if p in self._handles else -1

@@ -69,13 +69,11 @@ class LiveGrads:
         self._away: set[Tensor] = set()  # parameters whose view was taken away
         self._streams = Streams()
         self._grad_dtypes: dict[Tensor, torch.dtype | None] = {}  # as they were where ours is another; None: p.dtype
-        self._changed = False  # parameters, since hooks were last looked after
         self._unused = False  # whether there was a backward since the last step
 
     def hook(self, window: Window) -> None:
         """Hook the parameters that can get gradients, and no others. The window's buffers may be new."""
         self._fit_hooks(window)
-        self._changed = True
         was, self._places = self._places, {}
         for buffer in window.buffers:
             for part in buffer.parts(0):
@@ -118,8 +116,8 @@ class LiveGrads:
         """A hook: a parameter is about to get a gradient, or `torch.autograd.grad` reads one and it gets none."""
         with self._lock:
             p = self._hooks.param(key)
-            if p is None or p.grad is None or p not in self._places:
-                return
+            if p is None or p.grad is None or p not in self._places or is_compiled():
+                return  # compiled autograd has read p.grad by now, and adds to it by itself
             self._enter(window)
             if (place := self._places.get(p)) is None:  # it has left the optimizer
                 return
@@ -226,9 +224,6 @@ class LiveGrads:
         """Have the buffers say what `p.grad` says: touched where there is one. One that is not ours is copied."""
         self._put_back()
         self._fit_hooks(window)
-        if self._changed and torch._C._current_graph_task_id() < 0:  # not inside a backward
-            self._hooks.renew()
-            self._changed = False
         others = [self._others(window, buffer) for buffer in window.buffers]
         for buffer, grads in zip(window.buffers, others, strict=True):
             held = [p.grad is not None and g is None for p, g in zip(buffer.params, grads, strict=True)]

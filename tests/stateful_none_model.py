@@ -11,7 +11,7 @@ from stateful_model import Model
 
 
 class LiveModel(Model):
-    """The sum is what p.grad holds, and stays. grad_error: of it. hooked: whether autograd hands it over to us, in FP32."""
+    """The sum is what p.grad holds, and stays. grad_error: of it. hooked: whether autograd hands it to us, in FP32."""
 
     def reset(self):
         super().reset()
