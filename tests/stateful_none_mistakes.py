@@ -166,7 +166,11 @@ def a_backward_is_scaled_as_a_window_of_two(monkeypatch):
 
 @mistake
 def sums_stay_behind_where_buffers_are_built_anew(monkeypatch):
-    monkeypatch.setattr(LiveGrads, "_carry", lambda live, p, sum_, new: None)
+    def carry(live, p, sum_, new):
+        was(live, p, torch.zeros_like(sum_), new)
+
+    was = LiveGrads._carry
+    monkeypatch.setattr(LiveGrads, "_carry", carry)
 
 
 @mistake
