@@ -363,6 +363,8 @@ def pack(window: Window) -> dict[str, Any]:
         "announced": window.announced,
         "grad_norm": window.grad_norm,
         "updated": window.counts.updated,
+        "loads": window.counts.loads,
+        "base": window.counts.base,
         "closed": window.closed,
     }
 
@@ -373,6 +375,8 @@ def unpack(state: dict[str, Any]) -> Window:
     window = Window(state["optimizer"], steps, state["options"])
     load(window, state["window"], {})
     window.resume(state["steps"], state["announced"], state["grad_norm"], state["updated"])
+    # A GatedScheduler that is copied along knows by them which updates it has not followed.
+    window.counts.loads, window.counts.base = state["loads"], state["base"]
     if state["closed"]:
         window.release()
     return window

@@ -120,7 +120,7 @@ class Machine(RuleBasedStateMachine):
         self.w.register_step_post_hook(self.post_hook)
         if gate is None:
             gate = GatedScheduler(StepLR(self.inner, 1, gamma=0.5), self.w)
-            self.model.seen = self.model.updates
+            self.model.seen, self.model.loaded = self.model.updates, False
         self.gate = gate
 
     # Hooks
@@ -291,8 +291,7 @@ class Machine(RuleBasedStateMachine):
     def schedule(self):
         """Advances once per new value of `updates`, however often it is called."""
         self.gate.step()
-        if self.model.seen != self.model.updates:
-            self.model.seen = self.model.updates
+        if self.model.has_news():
             for group in self.model.groups:
                 group["lr"] *= 0.5
 

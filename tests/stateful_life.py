@@ -167,6 +167,15 @@ class Life(InBackward):
         """The live dict, as accelerate does it."""
         self.load_dict(*self.saved())
 
+    @event(count=st.sampled_from([*COUNTS, *[NO_COUNT] * 10]), grads=grads_drawn)
+    def stop_behind_a_backward(self, count, grads):
+        """And go on from what is saved between it and its step()."""
+        self.announce_early(count)
+        self.backward(grads, None)
+        self.load_dict(*copy.deepcopy(self.saved()))
+        for p, m in zip(self.params, self.model.params, strict=True):
+            p.grad = m.grad = None
+
     @event(how=st.sampled_from(["deepcopy", "pickle"]), count=st.sampled_from([*COUNTS, *[NO_COUNT] * 10]))
     def copy(self, how, count):
         """Go on with a copy; nothing that happens to the original reaches it. An announced count comes along."""

@@ -142,6 +142,7 @@ class Model:
         self.updates = self.skipped_windows = self.skipped_micro_batches = 0
         self.norm, self.norm_error = None, 0.0
         self.seen = 0  # updates that the schedule has followed
+        self.base, self.loaded = 0, False  # updates when they were last loaded; whether that was behind its back
         self.drawn = 0, 0  # for how many updates random numbers may have been drawn: at least, at most
         for p in self.params:
             p.master = p.rounded = None
@@ -342,6 +343,14 @@ class Model:
             }
         )
 
+    def has_news(self) -> bool:
+        """Whether there are updates that the schedule has not followed. Loading is none, whatever count it brings."""
+        seen = self.seen
+        if self.updates < seen or self.loaded:
+            seen = min(seen, self.base)
+        self.seen, self.loaded = self.updates, False
+        return self.updates > seen
+
     def load(self, saved: dict, bare: bool) -> None:
         """bare: only what the optimizer itself would save."""
         saved = copy.deepcopy(saved)
@@ -357,4 +366,5 @@ class Model:
             for name, value in saved["counts"].items():
                 setattr(self, name, value)
             self.length = length
+            self.base, self.loaded = self.updates, True
         self.norm = UNKNOWN

@@ -12,7 +12,7 @@ import torch
 from backward_runs import BYTE, Boom, held, sgd_pair
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
-from wrapper_helpers import Toy, tidy, wrap  # noqa: F401
+from wrapper_helpers import Toy, recorded, tidy, wrap  # noqa: F401
 
 KINDS = [ValueError("half-way"), KeyboardInterrupt("half-way")]
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=["error", "interrupt"])
@@ -365,3 +365,20 @@ def test_close_in_a_hook_of_the_same_parameter():
     (p * 3).sum().backward()
     assert p.grad.tolist() == [3.0] * 2
     assert len(p._post_accumulate_grad_hooks) == 1
+
+
+def test_a_failed_backward_has_begun_nothing():
+    """Where its gradients are left in p.grad: a count may be said, and there is nothing to flush or to lose."""
+    (a, b), w = sgd_pair(steps=1)
+    fail(MODELS["between two parameters"](a, b))
+    assert not w.flush()
+    assert w.state_dict()["fusedaccum"]["begun"] == ()
+    w.zero_grad()
+    w.micro_batch(mean_of=4)
+    (a * 5 + b * 7).sum().backward()
+    w.step()
+    assert [p[0].item() for p in (a, b)] == [2.0 - 5.0, 3.0 - 7.0]
+    fail(MODELS["between two parameters"](a, b))
+    with recorded() as caught:
+        w.close()
+    assert not caught

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 
 import pytest
@@ -281,3 +282,24 @@ def test_an_optimizer_that_goes_back_alone(done):
         toy.micro(1)
         gated.step()
     assert gated.last_epoch == done + 2
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+def test_a_copy_follows_the_updates_since_an_optimizer_went_back_alone(how):
+    """Loading an older state is no update; the one that comes after it is, on the copy too."""
+    p = torch.nn.Parameter(torch.zeros(1))
+    w = wrap(SGD([p], lr=1.0), 1)
+    gate = GatedScheduler(lr_scheduler.StepLR(w.optimizer, step_size=1, gamma=0.5), w)
+    saved = copy.deepcopy(w.state_dict())
+    for _ in range(2):
+        set_grads([p], [torch.ones(1)])
+        w.step()
+        gate.step()
+    w.load_state_dict(saved)
+    set_grads([p], [torch.ones(1)])
+    w.step()
+    (_, other, other_gate), rate = how((p, w, gate)), w.param_groups[0]["lr"]
+    for optimizer, schedule in ((other, other_gate), (w, gate)):
+        for _ in range(2):
+            schedule.step()
+            assert optimizer.param_groups[0]["lr"] == rate / 2

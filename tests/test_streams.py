@@ -203,3 +203,13 @@ def test_every_gradient_is_noted_and_joined_before_its_fold(monkeypatch, bucket)
     assert log.index(("join", first)) < log.index(("copy", first)) < log.index(("fold", first))
     assert log.index(("join", second)) < log.index(("fold", second))
     w.step()
+
+
+def test_gradients_of_a_window_that_is_dropped_are_forgotten(monkeypatch):
+    params, w = sgd_pair()
+    forgotten = []
+    monkeypatch.setattr(w._window.in_backward._streams, "forget", lambda: forgotten.append(True))
+    h = params[0] * 1
+    h.register_hook(lambda grad: w.reset())
+    (h * params[1]).sum().backward()
+    assert forgotten
