@@ -7,11 +7,13 @@ import gc
 import inspect
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
 from torch.optim import SGD, Adam, AdamW
 from wrapper_helpers import (
+    LOW_PRECISION,
     Toy,
     let_go,
     params_of,
@@ -256,3 +258,35 @@ def test_an_optimizer_outlives_its_wrapper():
     del toy.w
     gc.collect()
     assert wrap(toy.inner, steps=1).updates == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"update": "wrapped"},
+        {"fold": "backward"},
+        {"steps": None},
+        {"rounding": "stochastic", "state_dtype": torch.float32},
+        {"master_weights": True, "state_dtype": torch.float32},
+    ],
+    ids=lambda options: ",".join(options) or "default",
+)
+@LOW_PRECISION
+def test_a_wrapper_that_is_dropped_gives_its_memory_back_at_once(options):
+    """Not only when the garbage collector comes, which does not see how large a flat buffer is."""
+    p = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    wrapper = FusedAccumOptimizer(AdamW([p]), **{"steps": 2, **options})
+    for _ in range(2):
+        (p * 2).sum().backward()
+        wrapper.step()
+    assert wrapper.grad_norm > 0
+    wrapper.state_dict()
+    p.grad = None
+    flat = weakref.ref(wrapper._window.buffers[0].flat)
+    gc.disable()
+    try:
+        del wrapper
+        assert flat() is None
+    finally:
+        gc.enable()
