@@ -50,3 +50,12 @@ def warn_open_window(window: Window, what: str) -> None:
         f"{NAME} {what} with an open window: {window.micro_batches} of {window.length} micro-batches were summed and "
         "never reached the parameters; flush() applies them, reset() drops them, state_dict() keeps them"
     )
+
+
+def warn_of_folded() -> None:
+    """Say that `zero_grad()` drops nothing of a backward that has been folded, and what does."""
+    warn(
+        f"{NAME}: zero_grad() came after a backward whose gradients fold='backward' has folded already, and before the "
+        "step() that counts it; they stay in the window: call step() first, reset() drops the window, and fold='step' "
+        "lets zero_grad() drop a backward"
+    )

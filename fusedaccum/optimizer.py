@@ -267,8 +267,13 @@ class FusedAccumOptimizer(Asked, Optimizer):
                 window.release()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear every `p.grad`. The open window keeps what it holds; `reset()` drops it."""
+        """Clear every `p.grad`. The open window keeps what it holds; `reset()` drops it.
+
+        With fold="backward" it holds all of a backward that has ended. One that no `step()` has counted is warned of:
+        without us this call would have dropped it.
+        """
         inner = self._window.optimizer
+        self._window.warn_of_folded()
         # After step() there is nothing to clear, and torch's own loop costs three times this look.
         if any([p.grad is not None for p in parameters(inner)]):
             inner.zero_grad(set_to_none)

@@ -88,7 +88,7 @@ def why_not_fused(optimizer: Optimizer, more: Sequence[Tensor] = ()) -> str | No
                 return "a hyper-parameter tensor requires grad"
     params = [p for p in parameters(optimizer) if p.requires_grad or p.grad is not None]
     judged = set(map(id, params))
-    params += [p for p in more if id(p) not in judged]
+    params += [p for p in {id(p): p for p in more}.values() if id(p) not in judged]
     for p in params:
         if p.dtype not in FLOAT_DTYPES:
             return f"a parameter is {p.dtype}, and float32, bfloat16 and float16 are fused"

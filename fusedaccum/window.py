@@ -21,7 +21,7 @@ from fusedaccum.live_grads import LiveGrads
 from fusedaccum.micro import Micro, begin
 from fusedaccum.nesting import Nesting
 from fusedaccum.nonfinite import NonFinite
-from fusedaccum.notices import warn_low_moments, warn_low_precision, warn_open_window
+from fusedaccum.notices import warn_low_moments, warn_low_precision, warn_of_folded, warn_open_window
 from fusedaccum.ops import TOUCHED
 from fusedaccum.options import NAME, PLAIN, WEIGHTED, Options, as_float64, check_params, parameters
 from fusedaccum.update import FusedUpdate, Update, choose
@@ -58,7 +58,7 @@ class Window:
         self._dtypes: dict[Tensor, torch.dtype] = {}
         self.norm: Tensor | float | None = None  # of what the last window updated with
         self.boundary = Boundary()
-        self._warned = False
+        self._warned = self._warned_of_folded = False
         self.nesting = Nesting()
         self.update = self.choose_update()
         self.in_backward = InBackward(options.bucket_mb) if options.fold == "backward" else None
@@ -73,6 +73,12 @@ class Window:
         touched = [buffer.params[k] for buffer in self.buffers for k in buffer.touched_segments()]
         more = [*more, *(p for p in touched if id(p) in there)]
         return choose(self.optimizer, self.options, more, live=self.coming.value is None)
+
+    def warn_of_folded(self) -> None:
+        """Say once that gradients have been folded which somebody wants to drop."""
+        if self.begun and self.in_backward is not None and not self._warned_of_folded:
+            self._warned_of_folded = True
+            warn_of_folded()
 
     def warn_about_precision(self) -> None:
         """Say once that parameters of low precision lose small updates, and what helps."""

@@ -25,6 +25,7 @@ from wrapper_helpers import (
     Toy,
     both_updates,
     every_maker,
+    recorded,
     refused,
     tidy,  # noqa: F401
     use_two_buffers,
@@ -324,3 +325,17 @@ def test_the_runs_differ_where_gradients_do():
     assert a[2] == b[2]
     assert [key for key in a[3] if a[3][key] != b[3][key]] == ["params", "state", "norm"]
     assert len(SHAPES) == 8
+
+
+def test_zero_grad_says_once_that_it_drops_nothing_that_was_folded():
+    p = torch.nn.Parameter(torch.zeros(1))
+    w = wrap(SGD([p], lr=1.0), 1, fold="backward")
+    with recorded() as caught:
+        for g in (100, 1):  # as a GAN's generator leaves gradients in the discriminator
+            w.zero_grad()
+            (p * g).sum().backward()
+        w.zero_grad()
+        w.step()
+        w.zero_grad()
+    assert [("reset()" in str(w.message), "folded" in str(w.message)) for w in caught] == [(True, True)]
+    assert p.item() == -101

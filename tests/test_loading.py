@@ -364,3 +364,16 @@ def test_a_sum_that_the_update_cannot_take_is_refused_before_anything_is_loaded(
     other.param_groups[0]["lr"] = 0.7
     with refused(other, "complex64"):
         other.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("fold", ["step", "backward"])
+def test_a_parameter_that_was_frozen_inside_a_window_is_one_parameter(fold):
+    """It holds a sum here and in the dict, and is judged once for whether it shares its storage."""
+    params = [torch.nn.Parameter(torch.ones(n)) for n in (2, 3)]
+    w = wrap(SGD(params, lr=1.0), 2, update="fused", fold=fold)
+    sum((p * 2).sum() for p in params).backward()
+    w.step()
+    params[0].requires_grad_(False)
+    w.load_state_dict(copy.deepcopy(w.state_dict()))
+    w.flush()
+    assert [p.tolist() for p in params] == [[-1.0] * 2, [-1.0] * 3]
