@@ -156,7 +156,8 @@ def main(argv: list[str]) -> int:
     with harness.OtherLoad() as load:
         lines = measure(shapes, 2 if given.quick else given.rounds, lambda text: print(text, file=sys.stderr))
     machine["share_used_by_others"] = load.share
-    print(f"{listed.title}, AdamW, {MICRO_BATCHES} micro-batches; bytes per parameter beside the parameters\n")
+    title = listed.title + (" (quick stand-in)" if given.quick else "")
+    print(f"{title}, AdamW, {MICRO_BATCHES} micro-batches; bytes per parameter beside the parameters\n")
     print(table(lines))
     for key, value in machine.items():
         print(f"{key}: {value}")

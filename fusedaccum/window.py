@@ -76,7 +76,8 @@ class Window:
 
     def warn_of_folded(self) -> None:
         """Say once that gradients have been folded which somebody wants to drop."""
-        if self.begun and self.in_backward is not None and not self._warned_of_folded:
+        folded = self.begun and self.in_backward is not None and not self.in_backward.passes.unfinished
+        if folded and not self._warned_of_folded:
             self._warned_of_folded = True
             warn_of_folded()
 
