@@ -217,7 +217,7 @@ class FusedUpdate:
 
 class _FusedSide:
     def __init__(self, update: FusedUpdate, buffer: FlatBuffer) -> None:
-        self.update = update
+        self.rule, self.optimizer = update.rule, update.optimizer  # not `update`: that would be a cycle
         self.buffer = buffer
         self.state = OptimizerState(update.rule, update.optimizer, buffer, update.state_dtype)
         self.masters = Masters(buffer) if update.master_weights else None
@@ -230,12 +230,12 @@ class _FusedSide:
 
     def group_of_each_param(self) -> list[int]:
         """The parameter group of each segment, as an index."""
-        groups = self.update.optimizer.param_groups
+        groups = self.optimizer.param_groups
         position = {id(p): g for g, group in enumerate(groups) for p in group["params"]}
         return [position[id(p)] for p in self.buffer.params]
 
     def prepare(self) -> None:
-        buffer, groups = self.buffer, self.update.optimizer.param_groups
+        buffer, groups = self.buffer, self.optimizer.param_groups
         if self.random is not None:
             self.random.prepare()
         index = self.group_of_each_param()
@@ -249,7 +249,7 @@ class _FusedSide:
             self.masters.refresh(self.segments)
 
     def apply(self) -> None:
-        buffer, rule = self.buffer, self.update.rule
+        buffer, rule = self.buffer, self.rule
         params: list[Tensor] = [buffer.absent] * len(buffer.params)
         copies = []
         for k in self.segments:
