@@ -268,7 +268,9 @@ class FusedAccumOptimizer(Asked, Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear every `p.grad`. The open window keeps what it holds; `reset()` drops it."""
-        inner = self._window.optimizer
+        inner, live = self._window.optimizer, self._window.live
+        if live is not None:
+            live.put_back()  # a failed backward may not be over in the thread of a device, and would do it later
         # After step() there is nothing to clear, and torch's own loop costs three times this look.
         if any([p.grad is not None for p in parameters(inner)]):
             inner.zero_grad(set_to_none)
