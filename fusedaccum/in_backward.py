@@ -124,6 +124,7 @@ class InBackward:
                 self._fold(window)
             if not self._hooks.is_last(p, slot.hook):
                 self._left = p
+                self._streams.leave(p)
                 return
             self._take(window, p)
             if self._held + (self._largest if slot.next_size is None else slot.next_size) > self.limit:
@@ -137,6 +138,7 @@ class InBackward:
         if self.passes.failed:
             self.check_ended()
         if window.begun:
+            window.saved = False
             if not self.passes.unfinished:  # another backward of it, before which parameters may have changed
                 window.locate()
                 folding.follow(window, thorough=False)
@@ -166,9 +168,8 @@ class InBackward:
     def _take(self, window: Window, p: Tensor) -> None:
         """Put the gradient of `p` into the bucket."""
         self._left = None
-        if (grad := p.grad) is None:
+        if (grad := p.grad) is None or (slot := self._slots.get(id(p))) is None:  # by a hook behind ours
             return
-        slot = self._slots[id(p)]
         if slot.grad is not None:
             self._fold(window)
         slot.grad = grad
@@ -223,6 +224,7 @@ class InBackward:
                 if self._left is not None:
                     self._take(window, self._left)
                 self._fold(window)
+                self._streams.end()
             except BaseException:
                 self.passes.failed = True
                 self._fail(window)

@@ -34,6 +34,7 @@ class Place:
     def __post_init__(self) -> None:
         self.look()
         self.address = self.view.data_ptr()
+        self.marks = self.buffer.marks.numpy()  # an element of it is set in a tenth of the time
 
     def look(self) -> None:
         """Make the view. Its version counter is its own: what is folded for others is no change of it."""
@@ -118,16 +119,17 @@ class LiveGrads:
             p = self._hooks.param(key)
             if p is None or p.grad is None or p not in self._places or is_compiled():
                 return  # compiled autograd has read p.grad by now, and adds to it by itself
-            self._enter(window)
+            if not self.passes.is_known:
+                self._enter(window)
             if (place := self._places.get(p)) is None:  # it has left the optimizer
                 return
             if not self._is_ours(p):
                 if p.grad.dtype == place.view.dtype or p.grad.requires_grad:
                     return
-                with modes.no_grad():
+                with modes.no_grad_in_hook():
                     self._fold(window, p)  # else autograd would add in 16 bits
+            self._away.add(p)  # first: an interrupt between the two must not lose the sum
             p.grad = None
-            self._away.add(p)
 
     def _enter(self, window: Window) -> None:
         if is_compiled() or self.passes.enter(self._end, self._fail):
@@ -139,8 +141,10 @@ class LiveGrads:
                 window.locate()
                 folding.follow(window, thorough=False)
 
-    def _put_back(self) -> None:
+    def put_back(self) -> None:
         """The end of a backward: views of parameters that got no gradient after all."""
+        if not self._away:
+            return
         with self._lock:
             for p in self._away:
                 if p.grad is None:
@@ -148,17 +152,23 @@ class LiveGrads:
             self._away.clear()
 
     def _end(self) -> None:
-        self._put_back()
+        self.put_back()
+        self._streams.end()
         self._hooks.come_around()
 
     def _fail(self) -> None:
-        self._put_back()
+        """A backward ended with an exception. A gradient that was not added yet is not, and the sum is there again."""
+        with self._lock:
+            for p in self._away:
+                self._attach(p)
+            self._away.clear()
         self.passes.forget()
 
     def arrive(self, window: Window, p: Tensor) -> None:
         """A hook: autograd has set `p.grad`, or added to one that is not ours."""
         with self._lock:
-            self._enter(window)
+            if not self.passes.is_known:
+                self._enter(window)
             if p.grad is None or p not in self._places:
                 return
             if self._is_ours(p):  # compiled autograd has added to it
@@ -167,7 +177,7 @@ class LiveGrads:
             elif p.grad.requires_grad:  # create_graph=True: a sum that can be differentiated is autograd's to make
                 self._add_differentiably(p)
             else:
-                with modes.no_grad():
+                with modes.no_grad_in_hook():
                     self._fold(window, p)
 
     def _add_differentiably(self, p: Tensor) -> None:
@@ -182,18 +192,20 @@ class LiveGrads:
         place = self._places[p]
         try:
             grads = self._alone(window, p, place)
-        except (TypeError, ValueError):
+            if p.is_cuda:
+                self._streams.note(p, p.grad)
+                self._streams.join([p])
+            if p not in self._away:
+                place.give_away()
+            place.marks[place.k] = TOUCHED if p in self._away else 0
+            window.midway = True
+            place.buffer.fold(grads, 1.0, False, place.part)
+        except folding.REFUSALS:  # nothing was written
+            window.midway = False
             if p in self._away:  # as where autograd refuses to add
                 self._away.discard(p)
                 self._attach(p)
             raise
-        self._streams.note(p, p.grad)
-        self._streams.join([p])
-        if p not in self._away:
-            place.give_away()
-        place.buffer.marks.numpy()[place.k] = TOUCHED if p in self._away else 0
-        window.midway = True
-        place.buffer.fold(grads, 1.0, False, place.part)
         self._attach(p)
         torch.autograd.graph.increment_version(place.view)
         self._away.discard(p)
@@ -222,7 +234,7 @@ class LiveGrads:
 
     def collect(self, window: Window) -> None:
         """Have the buffers say what `p.grad` says: touched where there is one. One that is not ours is copied."""
-        self._put_back()
+        self.put_back()
         self._fit_hooks(window)
         others = [self._others(window, buffer) for buffer in window.buffers]
         for buffer, grads in zip(window.buffers, others, strict=True):
@@ -251,7 +263,7 @@ class LiveGrads:
 
     def sum_of(self, p: Tensor) -> Tensor | None:
         """What `p.grad` holds, in FP32; None where it holds nothing."""
-        self._put_back()
+        self.put_back()
         if p.grad is None or self._is_ours(p):
             return p.grad
         return p.grad.detach().to(torch.complex64 if p.is_complex() else torch.float32)
@@ -266,7 +278,7 @@ class LiveGrads:
 
     def close(self) -> None:
         """Have no part in backwards any more, and leave parameters as an optimizer without us takes them."""
-        self._put_back()
+        self.put_back()
         held = [p for p in self._places if self._is_ours(p)]
         if held and self._unused:
             warn(
