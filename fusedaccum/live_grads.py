@@ -59,7 +59,8 @@ class LiveGrads:
 
     Where `p.grad` is our view, it is taken away just before autograd would add to it, so that autograd hands its own
     gradient over as it is; that is folded, and the view put back. A `p.grad` that is None before it was taken away says
-    that the sum was given up: what comes next is a first touch.
+    that the sum was given up: what comes next is a first touch. One that somebody has set stays theirs, autograd adds
+    to it and `step()` reads it; of 16 bits it is taken into an FP32 sum.
     """
 
     def __init__(self) -> None:
@@ -68,6 +69,7 @@ class LiveGrads:
         self._lock = threading.RLock()  # the engine has a thread for each device
         self._places: dict[Tensor, Place] = {}
         self._away: set[Tensor] = set()  # parameters whose view was taken away
+        self._theirs: set[Tensor] = set()  # parameters whose gradient is somebody's tensor, which autograd adds to now
         self._streams = Streams()
         self._grad_dtypes: dict[Tensor, torch.dtype | None] = {}  # as they were where ours is another; None: p.dtype
         self._unused = False  # whether there was a backward since the last step
@@ -117,7 +119,7 @@ class LiveGrads:
         """A hook: a parameter is about to get a gradient, or `torch.autograd.grad` reads one and it gets none."""
         with self._lock:
             p = self._hooks.param(key)
-            if p is None or p.grad is None or p not in self._places or is_compiled():
+            if p is None or p.grad is None or is_compiled():
                 return  # compiled autograd has read p.grad by now, and adds to it by itself
             if not self.passes.is_known:
                 self._enter(window)
@@ -125,6 +127,8 @@ class LiveGrads:
                 return
             if not self._is_ours(p):
                 if p.grad.dtype == place.view.dtype or p.grad.requires_grad:
+                    if p.grad is not place.view:
+                        self._theirs.add(p)
                     return
                 with modes.no_grad_in_hook():
                     self._fold(window, p)  # else autograd would add in 16 bits
@@ -153,6 +157,7 @@ class LiveGrads:
 
     def _end(self) -> None:
         self.put_back()
+        self._theirs.clear()
         self._streams.end()
         self._hooks.come_around()
 
@@ -162,6 +167,7 @@ class LiveGrads:
             for p in self._away:
                 self._attach(p)
             self._away.clear()
+        self._theirs.clear()
         self.passes.forget()
 
     def arrive(self, window: Window, p: Tensor) -> None:
@@ -173,6 +179,9 @@ class LiveGrads:
                 return
             if self._is_ours(p):  # compiled autograd has added to it
                 self._away.discard(p)
+                self._unused = True
+            elif p in self._theirs and p.grad.dtype == self._places[p].view.dtype:
+                self._theirs.discard(p)
                 self._unused = True
             elif p.grad.requires_grad:  # create_graph=True: a sum that can be differentiated is autograd's to make
                 self._add_differentiably(p)
@@ -233,9 +242,11 @@ class LiveGrads:
             raise RuntimeError(f"{NAME}: step() with steps=None cannot be captured in a CUDA graph; use steps=N")
 
     def collect(self, window: Window) -> None:
-        """Have the buffers say what `p.grad` says: touched where there is one. One that is not ours is copied."""
+        """Have the buffers say what `p.grad` says: touched where there is one. Somebody else's is read, and stays."""
         self.put_back()
         self._fit_hooks(window)
+        # Views of ours that show something else since `p.grad.data = ...`.
+        turned = {p for p, place in self._places.items() if p.grad is place.view and not place.is_view(p.grad)}
         others = [self._others(window, buffer) for buffer in window.buffers]
         for buffer, grads in zip(window.buffers, others, strict=True):
             held = [p.grad is not None and g is None for p, g in zip(buffer.params, grads, strict=True)]
@@ -245,7 +256,7 @@ class LiveGrads:
                 continue
             buffer.fold(grads[:], 1.0, False)
             for p, grad in zip(buffer.params, grads, strict=True):
-                if grad is not None and not p.grad.requires_grad:
+                if grad is not None and (p in turned or p.grad.dtype != self._places[p].view.dtype):
                     self._attach(p)
         self._unused = False
 

@@ -202,6 +202,20 @@ def set_where_there_was_none(run):
 
 
 @rounding_script
+def tensors_of_their_own(run):
+    """One flat tensor of the user's, which p.grad are views of, zeroed and scaled there."""
+    flat = torch.zeros(sum(p.numel() for p in run.params), dtype=run.params[0].dtype)
+    for p, grad in zip(run.params, flat.split([p.numel() for p in run.params]), strict=True):
+        p.grad = grad.view_as(p)
+    for k in range(3):
+        flat.zero_()
+        run.backward(k)
+        flat.mul_(0.5)
+        run.note_grads()
+        run.opt.step()
+
+
+@rounding_script
 def not_contiguous(run):
     run.backward(0)
     run.params[1].grad = torch.arange(21.0).view(3, 7).t().to(run.params[1].dtype)

@@ -19,6 +19,7 @@ from wrapper_helpers import (
 
 pytestmark = LOW_PRECISION
 
+SET_GRADS = ("set_where_there_was_none", "tensors_of_their_own")  # what somebody sets stays theirs in FP32
 every_script = pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
 low = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
@@ -28,7 +29,7 @@ low = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_wrapped_equals_the_bare_optimizer_bit_by_bit(script, make):
     ours = run(script, make=make, update="wrapped")
     assert_same(ours, run(script, make=make, bare=True))
-    assert ours_are_views(ours)
+    assert ours_are_views(ours) or script.__name__ in SET_GRADS
 
 
 @every_script
@@ -49,7 +50,7 @@ def test_fused_errs_no_more_than_the_bare_optimizer(script, make):
     assert [value.shape for value in ours.log] == [value.shape for value in stock.log]
     for a, b in zip(ours.log, stock.log, strict=True):  # norms and gradients
         assert torch.allclose(a, b, rtol=2.0**-20, atol=0)
-    assert ours_are_views(ours)
+    assert ours_are_views(ours) or script.__name__ in SET_GRADS
 
 
 @low
@@ -99,14 +100,16 @@ def test_low_precision_training_is_nearer_to_the_truth(make, dtype):
 @pytest.mark.parametrize("update", ["fused", "wrapped"])
 def test_the_same_memory_over_100_windows(dtype, update):
     done, seen = Run(dtype, update=update), set()
+    others = [p for k, p in enumerate(done.params) if k != 1]
     for k in range(100):
         done.backward(k, k + 1)
         if k % 7 == 3:
             done.params[1].grad = torch.ones_like(done.params[1])
         done.opt.step()
-        seen.add(tuple(p.grad.data_ptr() for p in done.params))
+        theirs = k % 7 in (3, 4)  # until it is dropped
+        seen.update(p.grad.data_ptr() for p in (others if theirs else done.params))
         done.opt.zero_grad(set_to_none=k % 2 == 0)
-    assert len(seen) == 1
+    assert len(seen) == len(done.params)
     assert done.opt.updates == 100
 
 
