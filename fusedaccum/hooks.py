@@ -82,18 +82,21 @@ class ParameterHooks:
     def fit(self, window: Window, listener: str, around: bool = False) -> None:
         """Hook every parameter that can get a gradient, and no other, with `arrive` of the window's `listener`.
 
+        One that was frozen keeps its hooks: nobody says so when it is not any more.
+
         around: also with its `before`, which runs ahead of autograd's addition and behind the hooks of others; its
         `arrive` then runs ahead of those, which see `p.grad` as if there were no hook of ours.
         """
-        wanted = {p: None for p in parameters(window.optimizer) if p.requires_grad and p.is_leaf and not is_lazy(p)}
-        for p in [p for p in self._handles if p not in wanted]:
+        there = dict.fromkeys(parameters(window.optimizer))
+        for p in [p for p in self._handles if p not in there]:
             self._remove(p)
         for p in [p for p, inside in self._inside.items() if p._cdata != inside]:
             self._remove(p)
             p._post_accumulate_grad_hooks = None  # what stood there belongs to another tensor now
             if around:
                 p._backward_hooks = None
-        if not (new := [p for p in wanted if p not in self._handles]):
+        new = [p for p in there if p.requires_grad and p not in self._handles and p.is_leaf and not is_lazy(p)]
+        if not new:
             return
         known = weakref.ref(window)
 

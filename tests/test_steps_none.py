@@ -14,6 +14,7 @@ from wrapper_helpers import (
     every_maker,
     tidy,  # noqa: F401
     use_two_buffers,
+    wrap,
 )
 
 pytestmark = LOW_PRECISION
@@ -115,3 +116,18 @@ def test_the_buffer_is_in_the_order_of_the_parameters():
     buffer = done.opt._window.buffers[0]
     assert [p.grad.data_ptr() - buffer.flat.data_ptr() for p in done.params] == (4 * buffer.segments[:, 0]).tolist()
     assert [p.grad.shape for p in done.params] == [torch.Size(s) for s in SHAPES]
+
+
+def test_frozen_at_a_step_and_thawed():
+    """A step() must not take its hooks from a parameter that is frozen then: bfloat16 would add 256 + 1 up to 256."""
+    p, q = (torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16)) for _ in range(2))
+    w = wrap(torch.optim.SGD([p, q], lr=1.0), None)
+    for frozen in (False, True):
+        p.requires_grad_(not frozen)
+        (p.sum() + q.sum()).backward()
+        w.step()
+        w.zero_grad()
+    p.requires_grad_(True)
+    for factor in (256, 1, 1, 1):
+        ((p.sum() + q.sum()) * factor).backward()
+    assert p.grad.tolist() == q.grad.tolist() == [259.0] * 4
