@@ -119,7 +119,7 @@ class Window:
                 self.update.retype(p, was)
         old = self.buffers
         self.buffers = folding.build(params, old, self.options.backend, also)
-        if self.nonfinite.counts:
+        if self.nonfinite.counts or any(buffer.live is not None for buffer in old):
             self.keep_live()
         if self.buffers != old:
             if self.live is None:  # else `hook` does, and what a parameter's `p.grad` holds is never lost

@@ -239,3 +239,19 @@ def test_a_conversion_to_float64_is_refused_in_the_backward():
     toy.micro(3)
     assert toy.value == -2.0
     assert held(toy.w, [toy.p]) == [0.0]
+
+
+@pytest.mark.parametrize("options", [{}, {"fold": "backward"}, {"fold": "backward", "bucket_mb": BYTE}])
+def test_a_count_of_0_on_the_device_and_new_buffers(options):
+    """Where a parameter changes its order in memory, the gradients of that micro-batch are left out as ever."""
+    p, q, r = (torch.nn.Parameter(torch.ones(2, 3)) for _ in range(3))
+    w = wrap(torch.optim.AdamW([p, q, r], lr=0.1, weight_decay=0.5), 2, **options)
+    for k, count in enumerate((2.0, 2.0, torch.tensor(0.0), torch.tensor(3.0))):
+        if k == 2:
+            before = p.detach().clone()
+            r.data = torch.ones(3, 2).t()
+        w.micro_batch(mean_of=count)
+        (q if k == 3 else p).sum().backward()
+        w.step()
+    assert w.updates == 2
+    assert torch.equal(p, before)
