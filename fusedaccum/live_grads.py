@@ -182,18 +182,19 @@ class LiveGrads:
         place = self._places[p]
         try:
             grads = self._alone(window, p, place)
-        except (TypeError, ValueError):
+            self._streams.note(p, p.grad)
+            self._streams.join([p])
+            if p not in self._away:
+                place.give_away()
+            place.buffer.marks.numpy()[place.k] = TOUCHED if p in self._away else 0
+            window.midway = True
+            place.buffer.fold(grads, 1.0, False, place.part)
+        except folding.REFUSALS:  # nothing was written
+            window.midway = False
             if p in self._away:  # as where autograd refuses to add
                 self._away.discard(p)
                 self._attach(p)
             raise
-        self._streams.note(p, p.grad)
-        self._streams.join([p])
-        if p not in self._away:
-            place.give_away()
-        place.buffer.marks.numpy()[place.k] = TOUCHED if p in self._away else 0
-        window.midway = True
-        place.buffer.fold(grads, 1.0, False, place.part)
         self._attach(p)
         torch.autograd.graph.increment_version(place.view)
         self._away.discard(p)

@@ -13,6 +13,8 @@ from wrapper_helpers import (
     wrap,
 )
 
+from fusedaccum.backends import compiled
+
 pytestmark = LOW_PRECISION
 
 COUNT, NUMEL = 8, 50_000
@@ -100,3 +102,23 @@ def test_nothing_grows(dtype):
             training.window()
 
     assert peak(windows) <= 2 * NUMEL * dtype.itemsize + TABLES
+
+
+@dtypes
+def test_a_fold_without_memory_leaves_the_sum(dtype, monkeypatch):
+    """As where autograd has none to add: the window goes on without that gradient."""
+
+    def full(*arguments):
+        raise torch.OutOfMemoryError("no memory")
+
+    p = torch.nn.Parameter(torch.zeros(4, dtype=dtype))
+    w = wrap(SGD([p], lr=1.0), None)
+    p.sum().backward()
+    with monkeypatch.context() as patch:
+        patch.setattr(compiled, "fold", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            (p * 4).sum().backward()
+    assert p.grad.tolist() == [1.0] * 4
+    (p * 2).sum().backward()
+    w.step()
+    assert p.tolist() == [-3.0] * 4
