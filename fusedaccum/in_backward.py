@@ -166,9 +166,8 @@ class InBackward:
     def _take(self, window: Window, p: Tensor) -> None:
         """Put the gradient of `p` into the bucket."""
         self._left = None
-        if (grad := p.grad) is None:
+        if (grad := p.grad) is None or (slot := self._slots.get(id(p))) is None:  # by a hook behind ours
             return
-        slot = self._slots[id(p)]
         if slot.grad is not None:
             self._fold(window)
         slot.grad = grad

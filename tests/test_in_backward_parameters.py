@@ -255,3 +255,23 @@ def test_a_count_of_0_on_the_device_and_new_buffers(options):
         w.step()
     assert w.updates == 2
     assert torch.equal(p, before)
+
+
+@both_buckets
+def test_a_hook_that_takes_its_parameter_out(bucket):
+    """It runs behind ours, and the gradient stays with the parameter."""
+    (p, q, r), w = sgd_pair(values=(0.0, 0.0, 0.0), bucket_mb=bucket)
+
+    def take_out(q):
+        w.param_groups[0]["params"] = [p, r]
+        r.data = torch.zeros(3)
+        w.master_grad(r)  # which sees that
+
+    for k in range(4):
+        (p * 2).sum().backward()
+        if k == 1:
+            q.register_post_accumulate_grad_hook(take_out)
+            (p.sum() + q.sum() * 3).backward()
+            assert q.grad.tolist() == [3.0] * len(q)
+        w.step()
+    assert (p[0].item(), w.updates) == (-4.5, 2)
