@@ -124,6 +124,7 @@ class InBackward:
                 self._fold(window)
             if not self._hooks.is_last(p, slot.hook):
                 self._left = p
+                self._streams.leave(p)
                 return
             self._take(window, p)
             if self._held + (self._largest if slot.next_size is None else slot.next_size) > self.limit:
@@ -222,6 +223,7 @@ class InBackward:
                 if self._left is not None:
                     self._take(window, self._left)
                 self._fold(window)
+                self._streams.end()
             except BaseException:
                 self.passes.failed = True
                 self._fail(window)

@@ -149,6 +149,7 @@ class LiveGrads:
 
     def _end(self) -> None:
         self._put_back()
+        self._streams.end()
         self._hooks.come_around()
 
     def _fail(self) -> None:

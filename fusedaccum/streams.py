@@ -13,16 +13,22 @@ class Streams:
 
     def __init__(self) -> None:
         self._of: dict[Tensor, tuple[torch.cuda.Stream, Tensor]] = {}  # where the gradient of a parameter was made
+        self._left: dict[Tensor, torch.cuda.Stream] = {}  # likewise, where `note` is called later
         self._last: dict[torch.device, torch.cuda.Stream] = {}  # where a buffer was written last
 
-    def note(self, p: Tensor, grad: Tensor) -> None:
-        """`grad`, that of `p`, is being made by what the current stream holds."""
+    def leave(self, p: Tensor) -> None:
+        """The gradient of `p` is being made by what the current stream holds, and will be noted later."""
         if p.device.type == "cuda":
-            self._of[p] = torch.cuda.current_stream(p.device), grad
+            self._left[p] = torch.cuda.current_stream(p.device)
+
+    def note(self, p: Tensor, grad: Tensor) -> None:
+        """`grad`, that of `p`, is being made by what the current stream holds, or the one that it was left on."""
+        if p.device.type == "cuda":
+            self._of[p] = self._left.pop(p, None) or torch.cuda.current_stream(p.device), grad
 
     def forget(self) -> None:
         """Gradients that were noted will not be read."""
-        self._of = {}
+        self._of, self._left = {}, {}
 
     def join(self, params: Iterable[Tensor]) -> None:
         """What is launched next reads the gradients of `params`, and writes to the buffer."""
@@ -38,3 +44,15 @@ class Streams:
             for stream in before - {here}:
                 here.wait_stream(stream)
             self._last[device] = here
+
+    def end(self) -> None:
+        """What the caller of a backward launches next sees what was written to the buffers.
+
+        The engine has its streams wait for those of the parameters. But a bucket is folded by the thread of one device,
+        on whatever stream of the others is current there.
+        """
+        for device, last in self._last.items():
+            here = torch.cuda.current_stream(device)
+            if last != here:
+                here.wait_stream(last)
+                self._last[device] = here

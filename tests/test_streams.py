@@ -140,12 +140,39 @@ def test_sparse_gradients_are_two_tensors(machine):
     assert machine.fold(a) == ["indices of a is in use on main", "main waits for side", "values of a is in use on main"]
 
 
+def test_a_gradient_that_is_left_to_hooks_of_others(machine):
+    """They may replace it, on the stream that they run on; the next hook, which takes it, may run on another."""
+    machine.on("side")
+    p = Param(DEVICES[0])
+    machine.streams.leave(p)
+    machine.on("main")
+    machine.streams.note(p, Gradient("a", machine.log))
+    b = machine.comes("b")
+    assert machine.fold(p, b) == ["a is in use on main", "main waits for side"]
+    machine.streams.note(p, Gradient("c", machine.log))
+    assert machine.fold(p) == []
+
+
+def test_the_caller_waits_for_the_last_fold(machine):
+    """The thread of one device folds what came on the other as well."""
+    machine.fold(machine.comes("a"), machine.comes("b", DEVICES[1]))
+    machine.on("third", DEVICES[1])
+    machine.log.clear()
+    machine.streams.end()
+    assert machine.log == ["third waits for other"]
+    assert machine.fold(machine.comes("c", DEVICES[1])) == []
+    machine.streams.end()
+    assert machine.log == []
+
+
 def test_what_is_forgotten_is_not_kept(machine):
     """Gradients of a backward that failed, or of a window that was dropped."""
     machine.on("side")
     a = machine.comes("a")
+    machine.streams.leave(Param(DEVICES[0]))
     machine.streams.forget()
     assert not machine.streams._of
+    assert not machine.streams._left
     machine.on("main")
     b = machine.comes("b")
     assert machine.fold(b) == []
@@ -159,8 +186,10 @@ def test_gradients_on_the_cpu_need_no_stream(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "current_stream", no_stream)
     streams, p = Streams(), torch.nn.Parameter(torch.zeros(2))
+    streams.leave(p)
     streams.note(p, torch.zeros(2))
     streams.join([p])
+    streams.end()
 
 
 @pytest.mark.parametrize("bucket", [BYTE, 25])
@@ -213,3 +242,20 @@ def test_gradients_of_a_window_that_is_dropped_are_forgotten(monkeypatch):
     h.register_hook(lambda grad: w.reset())
     (h * params[1]).sum().backward()
     assert forgotten
+
+
+def test_hooks_of_others_and_the_end(monkeypatch):
+    """The wrapper leaves a gradient in its own hook, takes it in a later one, and ends behind the last fold."""
+    params, w = sgd_pair()
+    for p in params:
+        p.register_post_accumulate_grad_hook(lambda p: log.append("theirs"))
+    log = []
+    streams, names = w._window.in_backward._streams, {id(p): k for k, p in enumerate(params)}
+    monkeypatch.setattr(streams, "leave", lambda p: log.append(f"left {names[id(p)]}"))
+    monkeypatch.setattr(streams, "note", lambda p, grad: log.append(f"noted {names[id(p)]}"))
+    monkeypatch.setattr(streams, "join", lambda given: log.append("fold"))
+    monkeypatch.setattr(streams, "end", lambda: log.append("end"))
+    (params[0].sum() + params[1].sum()).backward()
+    first, second = (int(entry[-1]) for entry in log if entry.startswith("noted"))
+    wanted = [f"left {first}", "theirs", f"noted {first}", f"left {second}", "theirs", f"noted {second}", "fold", "end"]
+    assert log == wanted
