@@ -126,8 +126,8 @@ class LiveGrads:
                     return
                 with modes.no_grad():
                     self._fold(window, p)  # else autograd would add in 16 bits
+            self._away.add(p)  # first: an interrupt between the two must not lose the sum
             p.grad = None
-            self._away.add(p)
 
     def _enter(self, window: Window) -> None:
         if is_compiled() or self.passes.enter(self._end, self._fail):
@@ -153,7 +153,11 @@ class LiveGrads:
         self._hooks.come_around()
 
     def _fail(self) -> None:
-        self._put_back()
+        """A backward ended with an exception. A gradient that was not added yet is not, and the sum is there again."""
+        with self._lock:
+            for p in self._away:
+                self._attach(p)
+            self._away.clear()
         self.passes.forget()
 
     def arrive(self, window: Window, p: Tensor) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+import sys
 
 import pytest
 import torch
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from wrapper_helpers import (
+    LOW_PRECISION,
     Toy,
     bits,
     both_updates,
@@ -20,6 +22,7 @@ from wrapper_helpers import (
     wrap,
 )
 
+from fusedaccum import live_grads
 from fusedaccum.backends import compiled
 
 
@@ -241,3 +244,48 @@ def test_a_hook_that_resets_and_steps_is_told():
     with pytest.raises(RuntimeError, match="inside a step pre-hook"):
         toy.w.step()
     toy.w.reset()
+
+
+@contextlib.contextmanager
+def interrupt_at(line, module):
+    """Raise KeyboardInterrupt ahead of line number `line` of what runs in `module`; yields whether it was reached."""
+    left, reached = [line], []
+
+    def trace(frame, event, _):
+        if frame.f_code.co_filename != module.__file__:
+            return None
+        left[0] -= event == "line"
+        if left[0] < 0 and not reached:
+            reached.append(True)
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield reached
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@LOW_PRECISION
+def test_anywhere_in_a_backward_with_live_gradients(dtype):
+    """The sum is what it was, with the new gradient or without it; or step() refuses it."""
+    line, refused = 0, 0
+    while True:
+        params = [torch.nn.Parameter(torch.zeros(4, dtype=dtype)) for _ in range(2)]
+        w = wrap(SGD(params, lr=1.0), None)
+        sum(p.sum() for p in params).backward()
+        with contextlib.suppress(KeyboardInterrupt), interrupt_at(line, live_grads) as reached:
+            sum(p.sum() * 4 for p in params).backward()
+        if not reached:
+            break
+        try:
+            w.step()
+            assert {p[0].item() for p in params} <= {-1.0, -5.0}
+        except RuntimeError:
+            refused += 1
+        w.reset()
+        line += 1
+    assert 0 < refused < line / 4
