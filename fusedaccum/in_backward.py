@@ -138,6 +138,7 @@ class InBackward:
         if self.passes.failed:
             self.check_ended()
         if window.begun:
+            window.saved = False
             if not self.passes.unfinished:  # another backward of it, before which parameters may have changed
                 window.locate()
                 folding.follow(window, thorough=False)
