@@ -139,8 +139,10 @@ class LiveGrads:
                 window.locate()
                 folding.follow(window, thorough=False)
 
-    def _put_back(self) -> None:
+    def put_back(self) -> None:
         """The end of a backward: views of parameters that got no gradient after all."""
+        if not self._away:
+            return
         with self._lock:
             for p in self._away:
                 if p.grad is None:
@@ -148,7 +150,7 @@ class LiveGrads:
             self._away.clear()
 
     def _end(self) -> None:
-        self._put_back()
+        self.put_back()
         self._streams.end()
         self._hooks.come_around()
 
@@ -228,7 +230,7 @@ class LiveGrads:
 
     def collect(self, window: Window) -> None:
         """Have the buffers say what `p.grad` says: touched where there is one. One that is not ours is copied."""
-        self._put_back()
+        self.put_back()
         self._fit_hooks(window)
         others = [self._others(window, buffer) for buffer in window.buffers]
         for buffer, grads in zip(window.buffers, others, strict=True):
@@ -257,7 +259,7 @@ class LiveGrads:
 
     def sum_of(self, p: Tensor) -> Tensor | None:
         """What `p.grad` holds, in FP32; None where it holds nothing."""
-        self._put_back()
+        self.put_back()
         if p.grad is None or self._is_ours(p):
             return p.grad
         return p.grad.detach().to(torch.complex64 if p.is_complex() else torch.float32)
@@ -272,7 +274,7 @@ class LiveGrads:
 
     def close(self) -> None:
         """Have no part in backwards any more, and leave parameters as an optimizer without us takes them."""
-        self._put_back()
+        self.put_back()
         held = [p for p in self._places if self._is_ours(p)]
         if held and self._unused:
             warn(

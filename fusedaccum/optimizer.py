@@ -272,8 +272,10 @@ class FusedAccumOptimizer(Asked, Optimizer):
         With fold="backward" it holds all of a backward that has ended. One that no `step()` has counted is warned of:
         without us this call would have dropped it.
         """
-        inner = self._window.optimizer
+        inner, live = self._window.optimizer, self._window.live
         self._window.warn_of_folded()
+        if live is not None:
+            live.put_back()  # a failed backward may not be over in the thread of a device, and would do it later
         # After step() there is nothing to clear, and torch's own loop costs three times this look.
         if any([p.grad is not None for p in parameters(inner)]):
             inner.zero_grad(set_to_none)

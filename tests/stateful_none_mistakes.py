@@ -46,7 +46,7 @@ def every_backward_begins_anew(monkeypatch):
 
 @mistake
 def a_view_is_not_put_back_where_no_gradient_comes(monkeypatch):
-    monkeypatch.setattr(LiveGrads, "_put_back", lambda live: live._away.clear())
+    monkeypatch.setattr(LiveGrads, "put_back", lambda live: live._away.clear())
 
 
 @mistake

@@ -19,7 +19,7 @@ from wrapper_helpers import (
     wrap,
 )
 
-from fusedaccum import FusedAccumOptimizer
+from fusedaccum import FusedAccumOptimizer, passes
 
 pytestmark = LOW_PRECISION
 
@@ -148,6 +148,37 @@ def test_steps_none_cannot_be_set_later():
     toy = Toy(4)
     with refused(toy.w, "steps=None cannot follow steps=4"):
         toy.w.steps = None
+
+
+def test_zero_grad_ahead_of_the_end_of_a_failed_backward(monkeypatch):
+    """On a GPU the engine drops it in the thread of the device, when the caller may have caught the error already."""
+    ends, make = [], passes._End.__init__
+
+    def kept(end, *arguments):
+        make(end, *arguments)
+        ends.append(end)
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ArithmeticError
+
+    p, x = (torch.nn.Parameter(torch.zeros(4)) for _ in range(2))
+    w = wrap(SGD([p], lr=1.0), None)
+    p.sum().backward()
+    monkeypatch.setattr(passes._End, "__init__", kept)
+    with pytest.raises(ArithmeticError):
+        torch.autograd.grad(Fails.apply(x) + p.sum(), [p, x])
+    w.zero_grad()
+    ends.clear()
+    assert p.grad is None
+    (p * 2).sum().backward()
+    w.step()
+    assert p.tolist() == [-2.0] * 4
 
 
 def test_99_through_a_proxy_it_is_the_same_object():
