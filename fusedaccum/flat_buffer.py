@@ -37,7 +37,7 @@ def layout(numels: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor,
 class Part:
     """A run of neighbouring segments, with tables of its own: what is folded alone costs no look at the others.
 
-    first, last: segments first to last - 1. tiles: theirs, which number segments from `first`. partials: of theirs.
+    first, last: segments first to last - 1. tiles: theirs, which number segments from `first`. partials, marks: theirs.
     """
 
     first: int
@@ -45,6 +45,7 @@ class Part:
     segments: Tensor
     tiles: Tensor
     partials: Tensor
+    marks: Tensor
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -113,7 +114,7 @@ class FlatBuffer:
         self.flat = torch.zeros(size, dtype=torch.float32, device=device)
         self.partials = torch.zeros(len(self.tiles), dtype=torch.float64, device=device)
         self.marks = torch.zeros(len(params), dtype=torch.uint8, device="cpu")
-        self.whole = Part(0, len(params), self.segments, self.tiles, self.partials)
+        self.whole = Part(0, len(params), self.segments, self.tiles, self.partials, self.marks)
         # Which segments hold more than the zeros of skipped folds: None where every fold counts.
         self.live: Tensor | None = None
         self.steps = torch.zeros(len(params), dtype=torch.float32, device=device)
@@ -201,7 +202,8 @@ class FlatBuffer:
     def _part(self, first: int, last: int, first_tile: int, last_tile: int) -> Part:
         tiles = self.tiles[first_tile:last_tile].clone()
         tiles[:, 0] -= first
-        return Part(first, last, self.segments[first:last], tiles, self.partials[first_tile:last_tile])
+        partials = self.partials[first_tile:last_tile]
+        return Part(first, last, self.segments[first:last], tiles, partials, self.marks[first:last])
 
     def readable(self, grads: list[Tensor | None], first: int = 0) -> list[Tensor | None]:
         """`grads`, those of segment `first` and the next ones, with sparse ones made dense, and those of special
@@ -240,12 +242,11 @@ class FlatBuffer:
                 self._set_scale(scale)
             factor = self._scale
         part = part or self.whole
-        here = slice(part.first, part.last)
         self.backend.fold(
             self.flat,
             part.partials,
-            self.marks[here],
-            None if self.live is None else self.live[here],
+            part.marks,
+            None if self.live is None else self.live[part.first : part.last],
             part.segments,
             part.tiles,
             self.readable(grads, part.first),

@@ -34,6 +34,7 @@ class Place:
     def __post_init__(self) -> None:
         self.look()
         self.address = self.view.data_ptr()
+        self.marks = self.buffer.marks.numpy()  # an element of it is set in a tenth of the time
 
     def look(self) -> None:
         """Make the view. Its version counter is its own: what is folded for others is no change of it."""
@@ -118,13 +119,14 @@ class LiveGrads:
             p = self._hooks.param(key)
             if p is None or p.grad is None or p not in self._places or is_compiled():
                 return  # compiled autograd has read p.grad by now, and adds to it by itself
-            self._enter(window)
+            if not self.passes.is_known:
+                self._enter(window)
             if (place := self._places.get(p)) is None:  # it has left the optimizer
                 return
             if not self._is_ours(p):
                 if p.grad.dtype == place.view.dtype or p.grad.requires_grad:
                     return
-                with modes.no_grad():
+                with modes.no_grad_in_hook():
                     self._fold(window, p)  # else autograd would add in 16 bits
             self._away.add(p)  # first: an interrupt between the two must not lose the sum
             p.grad = None
@@ -165,7 +167,8 @@ class LiveGrads:
     def arrive(self, window: Window, p: Tensor) -> None:
         """A hook: autograd has set `p.grad`, or added to one that is not ours."""
         with self._lock:
-            self._enter(window)
+            if not self.passes.is_known:
+                self._enter(window)
             if p.grad is None or p not in self._places:
                 return
             if self._is_ours(p):  # compiled autograd has added to it
@@ -174,7 +177,7 @@ class LiveGrads:
             elif p.grad.requires_grad:  # create_graph=True: a sum that can be differentiated is autograd's to make
                 self._add_differentiably(p)
             else:
-                with modes.no_grad():
+                with modes.no_grad_in_hook():
                     self._fold(window, p)
 
     def _add_differentiably(self, p: Tensor) -> None:
@@ -189,11 +192,12 @@ class LiveGrads:
         place = self._places[p]
         try:
             grads = self._alone(window, p, place)
-            self._streams.note(p, p.grad)
-            self._streams.join([p])
+            if p.is_cuda:
+                self._streams.note(p, p.grad)
+                self._streams.join([p])
             if p not in self._away:
                 place.give_away()
-            place.buffer.marks.numpy()[place.k] = TOUCHED if p in self._away else 0
+            place.marks[place.k] = TOUCHED if p in self._away else 0
             window.midway = True
             place.buffer.fold(grads, 1.0, False, place.part)
         except folding.REFUSALS:  # nothing was written

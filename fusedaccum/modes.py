@@ -58,6 +58,14 @@ def no_grad() -> AbstractContextManager[Any]:
     return _out_of_inference_mode() if torch.is_inference_mode_enabled() else torch.no_grad()
 
 
+_NOTHING = contextlib.nullcontext()
+
+
+def no_grad_in_hook() -> AbstractContextManager[Any]:
+    """`no_grad()` in a backward whose first hook has called that: nothing where gradients are off, as in most."""
+    return no_grad() if torch.is_grad_enabled() or torch.is_inference_mode_enabled() else _NOTHING
+
+
 @contextlib.contextmanager
 def _out_of_inference_mode() -> Iterator[None]:
     with torch.inference_mode(False), torch.no_grad():
