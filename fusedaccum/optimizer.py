@@ -273,9 +273,9 @@ class FusedAccumOptimizer(Asked, Optimizer):
         without us this call would have dropped it.
         """
         inner, live = self._window.optimizer, self._window.live
+        self._window.warn_of_folded()
         if live is not None:
             live.put_back()  # a failed backward may not be over in the thread of a device, and would do it later
-        self._window.warn_of_folded()
         # After step() there is nothing to clear, and torch's own loop costs three times this look.
         if any([p.grad is not None for p in parameters(inner)]):
             inner.zero_grad(set_to_none)

@@ -55,11 +55,13 @@ class WrappedUpdate:
         waiting = {p: p.grad for p in there if p.grad is not None and not self._is_right(p)}
         for param in waiting:
             param.grad = None
-        held = []
-        for buffer in buffers:
-            held += self._give_gradients(buffer)
-        given = [(param, param.grad, param.grad._version) for param, _ in held] if self.live else []
+        held: list[tuple[Tensor, torch.dtype | None]] = []
+        given: list[tuple[Tensor, Tensor, int]] = []
         try:
+            for buffer in buffers:
+                held += self._give_gradients(buffer)
+            if self.live:
+                given = [(param, param.grad, param.grad._version) for param, _ in held]
             self.optimizer.step()
         finally:
             for param, grad, version in given:

@@ -10,6 +10,7 @@ from wrapper_helpers import (
     LOW_PRECISION,
     both_updates,
     tidy,  # noqa: F401
+    use_two_buffers,
     wrap,
 )
 
@@ -122,3 +123,51 @@ def test_a_fold_without_memory_leaves_the_sum(dtype, monkeypatch):
     (p * 2).sum().backward()
     w.step()
     assert p.tolist() == [-3.0] * 4
+
+
+@pytest.mark.parametrize("two", [False, True], ids=["one buffer", "two buffers"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_an_update_without_memory_leaves_the_sums(dtype, two, monkeypatch):
+    """As where the bare optimizer has none: the next step() updates with them."""
+    if two:
+        use_two_buffers(monkeypatch)
+    params = [torch.nn.Parameter(torch.zeros(4, dtype=dtype)) for _ in range(2)]
+    w = wrap(SGD(params, lr=1.0), None, update="wrapped")
+    for factor in (1, 2):
+        (params[0].sum() * factor + params[1].sum()).backward()
+    kernel, calls = compiled.emit, []
+
+    def full(*arguments):
+        calls.append(arguments)
+        if len(calls) == 1 + two:
+            raise torch.OutOfMemoryError("no memory")
+        kernel(*arguments)
+
+    monkeypatch.setattr(compiled, "emit", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        w.step()
+    assert [p.grad.tolist() for p in params] == [[3.0] * 4, [2.0] * 4]
+    w.step()
+    assert [p.tolist() for p in params] == [[-3.0] * 4, [-2.0] * 4]
+
+
+def test_an_update_without_memory_leaves_no_gradients(monkeypatch):
+    """steps=N: those of the first buffer would be folded by the next step()."""
+    use_two_buffers(monkeypatch)
+    params = [torch.nn.Parameter(torch.zeros(4)) for _ in range(2)]
+    w = wrap(SGD(params, lr=1.0), 1, update="wrapped")
+    kernel, calls = compiled.emit, []
+
+    def full(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("no memory")
+        kernel(*arguments)
+
+    monkeypatch.setattr(compiled, "emit", full)
+    sum(p.sum() for p in params).backward()
+    with pytest.raises(torch.OutOfMemoryError):
+        w.step()
+    assert [p.grad for p in params] == [None, None]
+    assert w.flush()
+    assert [p.tolist() for p in params] == [[-1.0] * 4] * 2
