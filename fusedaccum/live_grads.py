@@ -60,7 +60,7 @@ class LiveGrads:
     Where `p.grad` is our view, it is taken away just before autograd would add to it, so that autograd hands its own
     gradient over as it is; that is folded, and the view put back. A `p.grad` that is None before it was taken away says
     that the sum was given up: what comes next is a first touch. One that somebody has set stays theirs, autograd adds
-    to it and `step()` reads it; of 16 bits it is taken into an FP32 sum.
+    to it and `step()` reads it; that of a 16-bit parameter is taken into an FP32 sum.
     """
 
     def __init__(self) -> None:
@@ -126,12 +126,12 @@ class LiveGrads:
             if (place := self._places.get(p)) is None:  # it has left the optimizer
                 return
             if not self._is_ours(p):
-                if p.grad.dtype == place.view.dtype or p.grad.requires_grad:
+                if p.dtype == place.view.dtype or p.grad.requires_grad:
                     if p.grad is not place.view:
                         self._theirs.add(p)
                     return
                 with modes.no_grad_in_hook():
-                    self._fold(window, p)  # else autograd would add in 16 bits
+                    self._fold(window, p)  # else autograd would add to it in 16 bits, or a sparse gradient's entries
             self._away.add(p)  # first: an interrupt between the two must not lose the sum
             p.grad = None
 
