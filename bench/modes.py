@@ -56,8 +56,8 @@ class Model:
         self.params = [Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes]
         self.numel = sum(p.numel() for p in self.params)
         self.largest = max(p.nbytes for p in self.params)
-        values = torch.full((max(p.numel() for p in self.params),), 1 / 64, dtype=dtype)
-        self.values = [values[: p.numel()].view_as(p) for p in self.params]
+        # Memory of its own for each: one that all are copied from would stay in the cache as long as nothing is folded.
+        self.values = [torch.full_like(p, 1 / 64, requires_grad=False) for p in self.params]
         self.start = torch.zeros((), requires_grad=True)
 
     def backward(self) -> None:
