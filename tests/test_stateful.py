@@ -24,6 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:(?s).*(master_weights|state_dtype)"),
     # A sequence that ends in an error leaves its wrappers to the garbage collector.
     pytest.mark.filterwarnings("ignore:(?s).*was dropped with an open window"),
+    pytest.mark.filterwarnings("ignore:(?s).*zero_grad\\(\\) came after a backward"),
     # What torch says of any scheduler that was copied, or loaded before the first update.
     pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step"),
     pytest.mark.filterwarnings("ignore:Seems like .optimizer.step"),
