@@ -11,7 +11,7 @@ from torch import Tensor
 from fusedaccum import capture, folding, modes
 from fusedaccum.flat_buffer import FlatBuffer, Part
 from fusedaccum.hooks import ParameterHooks
-from fusedaccum.micro import Micro, begin
+from fusedaccum.micro import begin
 from fusedaccum.options import NAME, WEIGHTED, parameters
 from fusedaccum.passes import Passes, is_compiled
 from fusedaccum.ranks import check_not_reduced
@@ -151,12 +151,8 @@ class InBackward:
         if not self._checked:
             check_not_reduced(parameters(window.optimizer))
             self._checked = True
-        if window.announced is None and window.pending and window.mode == WEIGHTED:
-            length = window.length_now()  # step() will give the count, which only divides
-            micro = Micro(length, 1.0, None, True, last=window.pending + 1 >= length)
-            window.locate()
-        else:
-            micro = begin(window, *(window.announced or (None, None)))
+        late = window.announced is None and window.pending > 0 and window.mode == WEIGHTED
+        micro = begin(window, *(window.announced or (None, None)), late=late)
         folding.follow(window, thorough=False)
         if p not in window.place:
             return False

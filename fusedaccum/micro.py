@@ -67,13 +67,18 @@ class Micro:
 
 
 def begin(
-    window: Window, mean_of: float | Tensor | None, sum_of: float | Tensor | None, grad_scale: Tensor | None = None
+    window: Window,
+    mean_of: float | Tensor | None,
+    sum_of: float | Tensor | None,
+    grad_scale: Tensor | None = None,
+    late: bool = False,
 ) -> Micro:
     """The micro-batch that is about to be folded. Raises before anything is changed.
 
-    grad_scale: what its gradients have been multiplied by, a tensor of one element.
+    grad_scale: what its gradients have been multiplied by, a tensor of one element. late: `step()` will give its count,
+    which only divides.
     """
-    weighted = mean_of is not None or sum_of is not None
+    weighted = late or mean_of is not None or sum_of is not None
     window.graphs.leave(window)
     check_mode(window, weighted)
     length = window.length_now()
