@@ -114,6 +114,7 @@ class FlatBuffer:
         self.flat = torch.zeros(size, dtype=torch.float32, device=device)
         self.partials = torch.zeros(len(self.tiles), dtype=torch.float64, device=device)
         self.marks = torch.zeros(len(params), dtype=torch.uint8, device="cpu")
+        self._parts: dict[int, list[Part]] = {}
         self.whole = Part(0, len(params), self.segments, self.tiles, self.partials, self.marks)
         # Which segments hold more than the zeros of skipped folds: None where every fold counts.
         self.live: Tensor | None = None
@@ -186,7 +187,12 @@ class FlatBuffer:
         return self.handed_out or self.keeps_zero
 
     def parts(self, size: int) -> list[Part]:
-        """The buffer in parts of neighbouring segments whose parameters take `size` bytes, or are one segment."""
+        """The buffer in parts of neighbouring segments whose parameters take `size` bytes, or are one segment.
+
+        Made once for each size: a part has tables of its own.
+        """
+        if size in self._parts:
+            return self._parts[size]
         starts, taken = [0], 0
         for k, p in enumerate(self.params):
             if taken and taken + p.nbytes > size:
@@ -195,9 +201,9 @@ class FlatBuffer:
             taken += p.nbytes
         count = (self.segments[:, 1] + TILE - 1) // TILE
         ends = [0, *count.cumsum(0).tolist()]
-        return [
-            self._part(a, b, ends[a], ends[b]) for a, b in zip(starts, [*starts[1:], len(self.params)], strict=True)
-        ]
+        ranges = zip(starts, [*starts[1:], len(self.params)], strict=True)
+        self._parts[size] = [self._part(a, b, ends[a], ends[b]) for a, b in ranges]
+        return self._parts[size]
 
     def _part(self, first: int, last: int, first_tile: int, last_tile: int) -> Part:
         tiles = self.tiles[first_tile:last_tile].clone()
