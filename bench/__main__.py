@@ -35,11 +35,8 @@ def arguments(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> int:
     given = arguments(argv)
     torch.set_num_threads(given.threads)
-    noise = ["--quick: nothing here is a measurement"] if given.quick else harness.noise()
-    for line in noise:
-        print(f"NOT QUIET: {line}", file=sys.stderr)
-    if noise and not (given.allow_noise or given.quick):
-        print("Nothing was timed. Stop the other work, or pass --allow-noise.", file=sys.stderr)
+    noise, refused = harness.refusal(given.quick, given.allow_noise)
+    if refused:
         return 3
     rounds = 2 if given.quick else given.rounds
     options = Options(
@@ -56,8 +53,7 @@ def main(argv: list[str]) -> int:
         for section in given.only:
             SECTIONS[section](options, result)
     machine["share_used_by_others"] = load.share
-    if not given.quick and load.share is not None and load.share > harness.QUIET_LOAD:
-        noise.append(f"others used {load.share:.0%} of the machine while this ran")
+    noise += harness.noise_of(load, given.quick)
     report.write_json(given.json, machine, noise, result.absent, result.rows)
     print(report.summary(result.rows), end="\n\n")
     print(report.EXPLANATION)

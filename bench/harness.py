@@ -131,8 +131,25 @@ def noise(numel: int = 1 << 22, seconds: float = 2.0) -> list[str]:
     return found
 
 
-def machine(threads: int) -> dict[str, object]:
-    """What a reader needs to judge or repeat a measurement."""
+def refusal(quick: bool, allow_noise: bool) -> tuple[list[str], bool]:
+    """What speaks against timing now, which is printed, and whether nothing is to be timed for it."""
+    found = ["--quick: nothing here is a measurement"] if quick else noise()
+    for line in found:
+        print(f"NOT QUIET: {line}", file=sys.stderr)
+    refused = bool(found) and not (allow_noise or quick)
+    if refused:
+        print("Nothing was timed. Stop the other work, or pass --allow-noise.", file=sys.stderr)
+    return found, refused
+
+
+def noise_of(load: OtherLoad, quick: bool) -> list[str]:
+    """What `load`, watched while something was timed, says against the times."""
+    busy = not quick and load.share is not None and load.share > QUIET_LOAD
+    return [f"others used {load.share:.0%} of the machine while this ran"] if busy else []
+
+
+def machine(threads: int, module: str = "bench") -> dict[str, object]:
+    """What a reader needs to judge or repeat a measurement. module: what was run."""
     backend = backends.select(torch.device("cpu"))
     root = Path(__file__).parent.parent
     git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=root, capture_output=True, text=True)
@@ -148,7 +165,7 @@ def machine(threads: int) -> dict[str, object]:
         "torch": torch.__version__,
         "commit": git.stdout.strip() or "unknown",
         "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
-        "command": " ".join(["python -m bench", *sys.argv[1:]]),
+        "command": " ".join([f"python -m {module}", *sys.argv[1:]]),
     }
 
 

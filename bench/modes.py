@@ -144,23 +144,23 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", type=Path, help="where the samples go")
     given = parser.parse_args(argv)
     torch.set_num_threads(given.threads)
-    noise = ["--quick: no time here is a measurement"] if given.quick else harness.noise()
-    for line in noise:
-        print(f"NOT QUIET: {line}", file=sys.stderr)
-    if noise and not (given.allow_noise or given.quick):
-        print("Nothing was timed. Stop the other work, or pass --allow-noise.", file=sys.stderr)
+    noise, refused = harness.refusal(given.quick, given.allow_noise)
+    if refused:
         return 3
     listed = SHAPE_LISTS[given.shapes]
     shapes = listed.quick() if given.quick else listed.shapes()
-    machine = harness.machine(given.threads)
+    machine = harness.machine(given.threads, "bench.modes")
     with harness.OtherLoad() as load:
         lines = measure(shapes, 2 if given.quick else given.rounds, lambda text: print(text, file=sys.stderr))
     machine["share_used_by_others"] = load.share
+    noise += harness.noise_of(load, given.quick)
     title = listed.title + (" (quick stand-in)" if given.quick else "")
     print(f"{title}, AdamW, {MICRO_BATCHES} micro-batches; bytes per parameter beside the parameters\n")
     print(table(lines))
     for key, value in machine.items():
         print(f"{key}: {value}")
+    for line in noise:
+        print(f"NOT QUIET, do not publish: {line}")
     if given.json is not None:
         given.json.parent.mkdir(parents=True, exist_ok=True)
         given.json.write_text(json.dumps({"machine": machine, "noise": noise, "modes": lines}, indent=1) + "\n")
