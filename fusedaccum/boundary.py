@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fusedaccum import capture, folding
+from fusedaccum import capture, folding, reduction
 from fusedaccum.flat_buffer import FlatBuffer
 from fusedaccum.options import NAME, WEIGHTED
 
@@ -43,6 +43,11 @@ class Boundary:
                 "closed; leave that call out of the hook"
             )
         touched = _touched(window)
+        if window.ranks is not None:
+            touched = reduction.reduce(window)
+            if not window.reduced.count:  # flush() on every rank, and none had a window to end
+                window.reset()
+                return
         if _is_empty(window, touched):
             window.norm = 0.0
             window.reset()
@@ -52,7 +57,7 @@ class Boundary:
             return
         try:
             if self._run_pre_hooks(window, pre_hooks, touched):
-                if not window.pending and not window.graphs.captured:  # a hook has called reset() or close()
+                if not window.may_close:  # a hook has called reset() or close()
                     return
                 touched = _touched(window)
             if not capture.is_capturing():
@@ -131,7 +136,7 @@ class Boundary:
 
     def _take_back(self, window: Window) -> None:
         """Make sums again of what `show` has made means of: the window stays open."""
-        if self._divided_by is not None and window.pending:
+        if self._divided_by is not None and window.may_close:
             window.rescale(self._divided_by)
         self._divided_by = None
 
@@ -174,9 +179,11 @@ def _is_empty(window: Window, touched: list[FlatBuffer]) -> bool:
 
     A count on the device is left to the device, and nothing waits for it here.
     """
-    no_items = window.mode == WEIGHTED and not isinstance(window.items, Tensor) and window.items == 0
+    items = window.counted_items
+    mode = window.mode if window.reduced is None else window.reduced.mode
+    no_items = mode == WEIGHTED and not isinstance(items, Tensor) and items == 0
     if no_items or (window.dropped and not touched):
         window.counts.window_skipped()
     elif not touched:
-        window.counts.window_without_sums(window.items, window.nonfinite.left_any_out(window.pending))
+        window.counts.window_without_sums(items, window.nonfinite.left_any_out(window.pending))
     return no_items or not touched

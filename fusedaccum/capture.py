@@ -108,6 +108,8 @@ class Graphs:
             return "only the fused update can be; use AdamW, Adam or SGD and update='auto'"
         if not window.coming.is_fixed:
             return "steps is a function, which only the host can call; set steps to a number"
+        if window.ranks is not None:
+            return "process_group is given, and at its end hosts tell each other of the window; leave it out"
         if weighted:
             return "item counts are given, which the host reads; leave mean_of and sum_of out"
         if window.options.amp_scaling:

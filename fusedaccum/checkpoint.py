@@ -93,6 +93,8 @@ def _saved_sum(window: Window, p: Tensor) -> Tensor | None:
     if buffer is None or not buffer.holds_sum(k):
         return None
     view = window.boundary.undivided(window, buffer.view(k))
+    if window.reduced is not None:
+        view = view * window.reduced.share(window)
     # The end of the window zeroes such a buffer, also the one that loading begins with; and torch.save takes no complex
     # tensor beside float ones over one storage.
     return view.clone() if buffer.keeps_zero or view.is_complex() else view

@@ -319,6 +319,14 @@ class FlatBuffer:
         if self.live is not None:
             self.live[k] = 1
 
+    def zero_untouched(self, part: Part | None = None) -> None:
+        """Zero what earlier windows have left in segments that this one has not touched, in all or in one part."""
+        part = part or self.whole
+        for k in range(part.first, part.last):
+            if not self.is_touched(k):
+                offset, numel = self.segments[k].tolist()
+                self.flat[offset : offset + numel].zero_()
+
     def keep_live(self) -> None:
         """Have the device note which segments were folded into: what it skips, the host does not know."""
         if self.live is None:

@@ -156,6 +156,8 @@ class InBackward:
         folding.follow(window, thorough=False)
         if p not in window.place:
             return False
+        if window.last:
+            window.begin_overlap()
         window.begun, window.length, window.saved = micro, micro.length, False
         self.backwards = 0
         self._first = True
@@ -200,17 +202,21 @@ class InBackward:
         micro = window.begun
         window.midway = True
         for part, slots in together.items():
+            if window.overlap is not None:
+                window.overlap.check(part)
             grads: list[Tensor | None] = [None] * (part.last - part.first)
             for slot in slots:
                 grads[slot.index] = slot.grad
             try:
-                slots[0].buffer.fold(grads, micro.scale, micro.last, part)
+                slots[0].buffer.fold(grads, micro.scale, micro.norm, part)
             except folding.REFUSALS:
                 window.midway = False  # nothing of it was written
                 raise
             self._folded = True
             for slot in slots:
                 slot.grad = None
+            if window.overlap is not None:
+                window.overlap.folded(part, len(slots))
         window.midway = False
 
     def _end(self, window: Window) -> None:

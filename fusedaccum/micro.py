@@ -19,14 +19,15 @@ class Micro:
     """A micro-batch.
 
     length: of its window. scale: what its gradients are multiplied by, a number or a tensor of one element. items: that
-    it counts, likewise, or None. weighted: whether its window counts items. last: whether it is the window's last.
+    it counts, likewise, or None. weighted: whether its window counts items. norm: whether its fold leaves the norm
+    behind, as the window's last one does unless ranks reduce it after that.
     """
 
     length: int
     scale: float | Tensor
     items: float | Tensor | None
     weighted: bool
-    last: bool
+    norm: bool
 
     @property
     def is_empty(self) -> bool:
@@ -43,7 +44,7 @@ class Micro:
         if not weighted:
             scale = 1.0 if window.options.reduction == "sum" else 1.0 / window.length
         scale, items = (n.clone() if isinstance(n, Tensor) else n for n in (scale, items))
-        return cls(window.length, scale, items, weighted, last=window.pending + 1 >= window.length)
+        return cls(window.length, scale, items, weighted, norm=_takes_norm(window, window.length))
 
     def settled(self, window: Window, mean_of: float | Tensor | None, sum_of: float | Tensor | None) -> Micro:
         """The same with the count that `step()` gives after gradients were folded. Raises before anything changes."""
@@ -79,6 +80,7 @@ def begin(
     which only divides.
     """
     weighted = late or mean_of is not None or sum_of is not None
+    window.check_takes_more()
     window.graphs.leave(window)
     check_mode(window, weighted)
     length = window.length_now()
@@ -99,7 +101,11 @@ def begin(
     items = mean_of if mean_of is not None else sum_of
     if isinstance(items, Tensor):
         window.keep_live()  # whether it is 0, only the device knows
-    return Micro(length, scale, items, weighted, last=window.pending + 1 >= length)
+    return Micro(length, scale, items, weighted, norm=_takes_norm(window, length))
+
+
+def _takes_norm(window: Window, length: int) -> bool:
+    return window.pending + 1 >= length and window.ranks is None
 
 
 def check_mode(window: Window, weighted: bool) -> None:
@@ -117,8 +123,14 @@ def check_mode(window: Window, weighted: bool) -> None:
         )
 
 
-def announce(window: Window, mean_of: float | Tensor | None, sum_of: float | Tensor | None) -> None:
-    """Keep the item count of the coming micro-batch."""
+def announce(window: Window, mean_of: float | Tensor | None, sum_of: float | Tensor | None, last: bool = False) -> None:
+    """Keep the item count of the coming micro-batch. last: and that it is the window's last."""
+    if last and (window.ranks is None or window.in_backward is None):
+        raise ValueError(
+            f"{NAME}: micro_batch(last={last!r}) begins the reduction over ranks inside the backward, which needs "
+            "process_group and fold='backward'; leave it out, or give both to the wrapper"
+        )
+    window.check_takes_more()
     if window.begun:
         raise ValueError(
             f"{NAME}: micro_batch() came after gradients of this micro-batch were folded, as they appeared in the "
@@ -129,6 +141,7 @@ def announce(window: Window, mean_of: float | Tensor | None, sum_of: float | Ten
     # A copy: the caller may count the next batch in the same tensor before step() is called.
     given = tuple(n.clone() if isinstance(n, Tensor) else n for n in (mean_of, sum_of))
     window.announced = given if weighted else None
+    window.last = bool(last)
 
 
 def counts_of(window: Window, mean_of: float | Tensor | None, sum_of: float | Tensor | None) -> tuple[Any, Any]:

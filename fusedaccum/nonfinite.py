@@ -21,13 +21,14 @@ class NonFinite:
     Under "skip_micro", and where a GradScaler leaves micro-batches out (amp_scaling), also the device's count of those
     that were folded and left out.
 
+    alone: whether no other rank has to raise too; else the reduction looks at the sums of all.
     kept: float64[1], those folded in the open window. Nothing here waits for the device but "raise" and `read_skipped`.
     """
 
-    def __init__(self, policy: str, amp_scaling: bool = False) -> None:
+    def __init__(self, policy: str, amp_scaling: bool = False, alone: bool = True) -> None:
         self.policy = policy
         self.amp_scaling = amp_scaling
-        self.looks = policy in ("skip_micro", "raise")  # at the gradients, before they are folded
+        self.looks = alone and policy in ("skip_micro", "raise")  # at the gradients, before they are folded
         self.skips_windows = policy in ("skip_window", "skip_micro")
         self.kept: Tensor | None = None
         self._skipped: Tensor | None = None

@@ -59,3 +59,12 @@ def warn_of_folded() -> None:
         "step() that counts it; they stay in the window: call step() first, reset() drops the window, and fold='step' "
         "lets zero_grad() drop a backward"
     )
+
+
+def warn_local_window(window: Window) -> None:
+    """Say that a state dict holds the window of one rank alone."""
+    warn(
+        f"{NAME}: state_dict() holds the open window of rank {window.ranks.rank} alone, of {window.ranks.size}; save "
+        "every rank's and load each into the same rank, or call consolidate() on all ranks first, after which any "
+        "rank's is whole"
+    )

@@ -9,6 +9,7 @@ from copy import deepcopy
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -25,6 +26,7 @@ from fusedaccum.options import (
     one_count,
     parameters,
 )
+from fusedaccum.over_ranks import OverRanks
 from fusedaccum.window import Window
 
 # Which wrapper holds an optimizer: two windows over the same parameters would each see half of the gradients.
@@ -46,7 +48,7 @@ def _inner(name: str) -> property:
     return property(get, set, doc=f"The wrapped optimizer's `{name}`, live.")
 
 
-class FusedAccumOptimizer(Asked, Optimizer):
+class FusedAccumOptimizer(Asked, OverRanks, Optimizer):
     """Adds micro-batch gradients up in FP32 and updates once per window of `steps` micro-batches.
 
         opt = FusedAccumOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-4), steps=8)
@@ -87,7 +89,11 @@ class FusedAccumOptimizer(Asked, Optimizer):
         gradients is ever held beside the sums, and `p.grad` is None after a backward. A gradient that was folded cannot
         be taken back by `zero_grad()`; item counts are given by `micro_batch()`, ahead of the backward.
     bucket_mb: with that, fold at this many MiB of gradients, or one that is larger.
-    fold_every, process_group, wire_dtype, shard: only their defaults are supported.
+    process_group: the ranks (processes) over which every window is reduced, once, at its end: the update is then by the
+        mean of all their micro-batches (of all their items). Every rank makes the same calls. Nothing else may reduce
+        gradients.
+    wire_dtype: float32 or bfloat16, in which sums are sent; bfloat16 rounds them twice, whatever the number of ranks.
+    fold_every, shard: only their defaults are supported.
 
     Memory: 4 bytes per parameter that can get a gradient, from the first fold on; masters and moments as asked for.
     `param_groups`, `state` and `defaults` are the wrapped optimizer's own objects. Hooks registered here fire once per
@@ -116,6 +122,8 @@ class FusedAccumOptimizer(Asked, Optimizer):
         amp_scaling: bool = False,
         fold: str = "step",
         bucket_mb: float = 25,
+        process_group: dist.ProcessGroup | None = None,
+        wire_dtype: torch.dtype = torch.float32,
         backend: str = "auto",
         **options: Any,
     ) -> None:
@@ -134,6 +142,8 @@ class FusedAccumOptimizer(Asked, Optimizer):
             amp_scaling=amp_scaling,
             fold=fold,
             bucket_mb=bucket_mb,
+            process_group=process_group,
+            wire_dtype=wire_dtype,
             backend=backend,
             **options,
         )
@@ -151,7 +161,7 @@ class FusedAccumOptimizer(Asked, Optimizer):
 
     def _attach(self, window: Window) -> None:
         """Everything but the constructor's checks; `Optimizer.__init__` would make param_groups of its own."""
-        for cls in (FusedAccumOptimizer, Asked):
+        for cls in (FusedAccumOptimizer, Asked, OverRanks):
             modes.keep_out_of_graphs(cls)
         self._window = window
         for name in hooks.NAMES:
@@ -207,16 +217,14 @@ class FusedAccumOptimizer(Asked, Optimizer):
     def micro_batch(self, *, mean_of: Any = None, sum_of: Any = None, last: bool = False) -> None:
         """Say ahead of the backward what `step(mean_of=..., sum_of=...)` says after it, for loops with a bare `step()`.
 
-        last=True is for reductions over ranks and is not supported. Raises ValueError or TypeError as `step` does,
-        RuntimeError after `close()`.
+        last: it is the window's last one, so that with `process_group` and fold="backward" its backward sends sums to
+            the other ranks as they are complete; every rank says so, or none, and calls `step()` or `flush()` next.
+
+        Raises ValueError or TypeError as `step` does, RuntimeError after `close()`.
         """
         self._window.check_usable()
         self._window.check_owns_boundary("micro_batch()", "steps=N weighs micro-batches, here the caller's losses do")
-        if last:
-            raise ValueError(
-                f"{NAME}: micro_batch(last={last!r}) is not supported (reducing the window over ranks); leave it out"
-            )
-        micro.announce(self._window, *one_count(mean_of, sum_of))
+        micro.announce(self._window, *one_count(mean_of, sum_of), last)
 
     # The boundary
 
@@ -313,7 +321,7 @@ class FusedAccumOptimizer(Asked, Optimizer):
         Plain containers and tensors, which `torch.load(weights_only=True)` reads. Tensors are live, as in torch.
         Without that key it loads into a bare optimizer.
         """
-        self._window.check_sound()
+        self._window.check_may_be_saved()
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         with modes.no_grad():
@@ -348,7 +356,7 @@ class FusedAccumOptimizer(Asked, Optimizer):
             post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        self._window.check_sound()
+        self._window.check_may_be_saved()
         with modes.no_grad():
             return checkpoint.pack(self._window)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -22,8 +23,6 @@ NONFINITE = ("propagate", "skip_window", "skip_micro", "raise")
 # Options whose only value in this version is the default: (default, what the others would do).
 NOT_YET = {
     "fold_every": (1, "folding several micro-batches in one pass"),
-    "process_group": (None, "reducing the window over ranks"),
-    "wire_dtype": (torch.float32, "reducing the window over ranks"),
     "shard": (None, "sharding the optimizer state"),
 }
 
@@ -44,6 +43,20 @@ class Options:
     backend: str = "auto"
     fold: str = "step"
     bucket_mb: float = 25
+    process_group: dist.ProcessGroup | None = None
+    wire_dtype: torch.dtype = torch.float32
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Options:
+        """Itself: it never changes, and a process group has no copy."""
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.process_group is not None:
+            raise TypeError(
+                f"{NAME}: a wrapper with a process_group cannot be pickled, as the group belongs to this process; save "
+                "its state_dict(), and load that into a new wrapper"
+            )
+        return dict(self.__dict__)
 
 
 def check_options(**options: Any) -> Options:
@@ -74,6 +87,7 @@ def check_options(**options: Any) -> Options:
         )
     _check_rounding(checked)
     _check_fold(checked)
+    _check_group(checked)
     if checked.max_norm is not None:
         if isinstance(checked.max_norm, bool) or not isinstance(checked.max_norm, numbers.Real):
             raise TypeError(f"{NAME}: max_norm={checked.max_norm!r} must be a positive number, or None not to clip")
@@ -106,6 +120,31 @@ def _check_fold(checked: Options) -> None:
         )
 
 
+def _check_group(checked: Options) -> None:
+    """Refuse what ranks cannot agree on without waiting for each other in every micro-batch."""
+    group = checked.process_group
+    _one_of("wire_dtype", checked.wire_dtype, (torch.float32, torch.bfloat16))
+    if group is None:
+        if checked.wire_dtype != torch.float32:
+            raise ValueError(
+                f"{NAME}: wire_dtype={checked.wire_dtype} needs a process_group, over which the window is reduced; "
+                "give one, or leave it out"
+            )
+        return
+    if not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        raise TypeError(
+            f"{NAME}: process_group={group!r} is a {type(group).__name__} and must be a torch.distributed.ProcessGroup "
+            "that this rank belongs to, such as torch.distributed.group.WORLD, or None"
+        )
+    for name, value in (("nonfinite", "skip_micro"), ("amp_scaling", True)):
+        if getattr(checked, name) == value:
+            raise ValueError(
+                f"{NAME}: {name}={value!r} leaves out micro-batches that one rank alone has seen, and with "
+                "process_group ranks hear of each other once a window; use nonfinite='skip_window'"
+                + (", and bfloat16, which needs no scaling" if name == "amp_scaling" else "")
+            )
+
+
 def _check_rounding(checked: Options) -> None:
     seed, rule = checked.rounding_seed, "rounding_seed must be an int from 0 to 2**63 - 1"
     if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
@@ -130,6 +169,7 @@ def check_with_steps(checked: Options, steps: Any) -> None:
     for name, why in {
         "reduction": "the caller's loss says whether gradients are averaged",
         "fold": "every backward folds anyway",
+        "process_group": "p.grad is the caller's to reduce, as DistributedDataParallel does",
         "amp_scaling": "p.grad is FP32, and scaler.unscale_() and scaler.step() work on it as they are",
     }.items():
         if (value := getattr(checked, name)) != getattr(Options, name):

@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 
 from fusedaccum import capture, folding
 from fusedaccum.boundary import Boundary
+from fusedaccum.checks import Checks
+from fusedaccum.collectives import Ranks
 from fusedaccum.counts import Counts
 from fusedaccum.flat_buffer import FlatBuffer
 from fusedaccum.in_backward import InBackward
@@ -24,10 +26,12 @@ from fusedaccum.nonfinite import NonFinite
 from fusedaccum.notices import warn_low_moments, warn_low_precision, warn_of_folded, warn_open_window
 from fusedaccum.ops import TOUCHED
 from fusedaccum.options import NAME, PLAIN, WEIGHTED, Options, as_float64, check_params, parameters
+from fusedaccum.overlap import Overlap
+from fusedaccum.reduction import Totals
 from fusedaccum.update import FusedUpdate, Update, choose
 
 
-class Window:
+class Window(Checks):
     """Everything about one wrapper that changes: proxies of the wrapper share this one object.
 
     optimizer: the wrapped optimizer. steps: micro-batches per window, checked.
@@ -43,11 +47,17 @@ class Window:
         self.items: float | Tensor = 0.0
         self.announced: tuple[Any, Any] | None = None  # (mean_of, sum_of) that micro_batch() gave
         self.begun: Micro | None = None  # the micro-batch of which gradients have been folded already
-        self.nonfinite = NonFinite(options.nonfinite, options.amp_scaling)
+        self.nonfinite = NonFinite(options.nonfinite, options.amp_scaling, alone=options.process_group is None)
         self._skipped_micro_batches = 0
         self.buffers: list[FlatBuffer] = []
         self.place: dict[Tensor, tuple[FlatBuffer, int]] = {}
         self.graphs = capture.Graphs()
+        # The ranks that windows are reduced over, and, once the open one was, its counts over all of them.
+        self.ranks = None if options.process_group is None else Ranks(options.process_group, options.wire_dtype)
+        self.reduced: Totals | None = None
+        self.last = False  # that micro_batch(last=True) was called in this window
+        self.overlap: Overlap | None = None  # the reduction that has begun because of it
+        self.consolidated = False
         self.closed = False
         self.saved = False  # whether the open window, as it is, was written out
         self.dropped = False  # gradients of the open window, by a count of 0
@@ -171,7 +181,7 @@ class Window:
             folding.discard(self.params)
         elif not self.begun or any(p.grad is not None for p in self.params):
             with self.graphs.adding(self) if capturing else nullcontext():
-                kept = folding.fold(self, micro.scale, norm=micro.last, found_inf=found_inf, items=micro.items)
+                kept = folding.fold(self, micro.scale, norm=micro.norm, found_inf=found_inf, items=micro.items)
         self._count(micro, kept)
         if capturing:
             self.graphs.end_fold(self)
@@ -189,7 +199,7 @@ class Window:
         self.pending += 1
         self.counts.nothing_updated()
         self.announced = self.begun = None
-        self.saved = self.midway = False
+        self.saved = self.midway = self.consolidated = False
 
     def length_now(self) -> int:
         """Micro-batches of the open window, or of the one that the next micro-batch begins.
@@ -208,6 +218,11 @@ class Window:
         return bool(self.micro_batches or self.begun)
 
     @property
+    def may_close(self) -> bool:
+        """Whether there is something to close: nobody has called `reset` since that began."""
+        return bool(self.pending or self.reduced or self.graphs.captured)
+
+    @property
     def full(self) -> bool:
         return self.pending >= self.length
 
@@ -221,6 +236,8 @@ class Window:
 
     def divisor(self) -> float | Tensor:
         """What the sum has to be divided by to be the window's mean (or its sum, with reduction="sum")."""
+        if self.reduced is not None:
+            return self.reduced.divisor(self.options.reduction)
         if self.mode == WEIGHTED:
             return self.items
         if self.graphs.captured:
@@ -267,16 +284,25 @@ class Window:
         self.coming.ask_again()
         if self.graphs.begin_window(self.buffers):
             self.length, self.mode = self.graphs.length, PLAIN
-        self.announced = self.begun = None
+        if self.overlap is not None:  # what is on its way would still arrive
+            self.overlap.send_rest()
+            self.overlap.finish()
+        self.announced = self.begun = self.reduced = self.overlap = None
+        self.last = self.consolidated = False
         if self.in_backward is not None:
             self.in_backward.forget()
         self.dropped = self.midway = False
         self.counts.nothing_updated()
 
     @property
+    def counted_items(self) -> float | Tensor:
+        """The items that the window counts: those of all ranks once it was reduced."""
+        return self.items if self.reduced is None else self.reduced.items
+
+    @property
     def only_device_knows(self) -> bool:
         """Whether only the device knows if anything is left of the gradients of this window."""
-        return self.nonfinite.counts or isinstance(self.items, Tensor)
+        return self.nonfinite.counts or isinstance(self.counted_items, Tensor)
 
     def left_any_out(self) -> bool:
         """Whether gradients of this window were left out, as far as it matters where none are left. May wait."""
@@ -288,37 +314,15 @@ class Window:
         for buffer in self.buffers:
             buffer.keep_live()
 
-    def check_open(self) -> None:
-        """Refuse to go on after `close()`."""
-        if self.closed:
-            raise RuntimeError(f"{NAME}: close() was called; wrap the optimizer again to go on accumulating")
-
-    def check_owns_boundary(self, call: str, instead: str) -> None:
-        """Refuse a call that is about windows where the caller of `step()` owns them."""
-        if self.live is not None:
-            raise RuntimeError(
-                f"{NAME}: {call} has no meaning with steps=None: {instead}; leave it out, or use steps=N"
-            )
-
-    def check_usable(self) -> None:
-        """`check_open` and `check_sound`."""
-        self.check_open()
-        self.check_sound()
-
-    def check_sound(self) -> None:
-        """Refuse to go on with a window that an interrupt has left half-way."""
-        if self.midway:
-            raise RuntimeError(
-                f"{NAME}: an earlier step() or flush() was interrupted half-way, and the window does not hold what it "
-                "counts; reset() drops it (the parameters may hold its update), load_state_dict() after that goes back "
-                "to a saved state"
-            )
-        if self.in_backward is not None:
-            self.in_backward.check_ended()
+    def begin_overlap(self) -> None:
+        """Have parts of the window leave for the other ranks as they are complete."""
+        self.overlap = Overlap(self, self.in_backward.limit)
 
     def nothing_to_flush(self) -> bool:
-        """Whether the window is empty, which makes this call one that updated nothing."""
+        """Whether the window is empty, which makes this call one that updated nothing. Other ranks' may not be."""
         self.graphs.leave(self)
+        if self.ranks is not None and self.ranks.size > 1:
+            return False
         empty = not self.pending and not self.begun and not self.graphs.captured
         if empty:
             self.counts.nothing_updated()

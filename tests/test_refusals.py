@@ -63,11 +63,12 @@ def test_20_steps_set_later(steps):
 # option, value, what the text must hold besides the option's name
 LATER = [
     ("fold_every", 2, ["2", "1"]),
-    ("process_group", "pg", ["pg", "None"]),
-    ("wire_dtype", torch.bfloat16, ["bfloat16", "float32"]),
     ("shard", "zero1", ["zero1", "None"]),
 ]
 UNKNOWN = [
+    ("process_group", "pg", ["pg", "ProcessGroup", "None"]),
+    ("wire_dtype", torch.bfloat16, ["bfloat16", "process_group"]),
+    ("wire_dtype", torch.float16, ["float16", "float32", "bfloat16"]),
     ("amp_scaling", 1, ["1", "True", "False"]),
     ("amp_scaling", None, ["None", "True", "False"]),
     ("reduction", "avg", ["avg", "mean", "sum"]),

@@ -237,7 +237,7 @@ def test_wrapping_twice_is_refused(cls):
         ({"nonsense": 1}, TypeError, "unknown option 'nonsense'"),
         ({"max_norm": -1}, ValueError, "max_norm=-1"),
         ({"steps": 2, "nonfinite": "ignore"}, ValueError, "nonfinite='ignore'"),
-        ({"process_group": object()}, ValueError, "process_group"),
+        ({"process_group": object()}, TypeError, "process_group"),
     ],
     ids=str,
 )

@@ -1,0 +1,33 @@
+"""What a wrapper has to offer where a model is trained by several processes."""
+
+from __future__ import annotations
+
+from fusedaccum import modes, reduction
+from fusedaccum.options import NAME
+from fusedaccum.window import Window
+
+
+class OverRanks:
+    """The part of `FusedAccumOptimizer` that speaks to other ranks."""
+
+    _window: Window
+
+    def consolidate(self) -> None:
+        """Make each rank's open window the mean of all ranks', so that any rank's `state_dict()` is whole.
+
+        A collective over `process_group`; without one, any rank's dict is whole anyway and nothing is done. The window
+        goes on afterwards, here and where it is loaded: on any number of ranks that load the same dict.
+
+        Raises RuntimeError, with the window as it was, where ranks hold different numbers of micro-batches, or one has
+        not ended by `step()`; and after `close()`.
+        """
+        window = self._window
+        window.check_usable()
+        if window.ranks is None:
+            return
+        if window.reduced is not None or window.overlap is not None:
+            raise RuntimeError(
+                f"{NAME}: consolidate() was called while the window was being reduced; call it after step()"
+            )
+        with modes.no_grad():
+            reduction.consolidate(window)

@@ -1,0 +1,223 @@
+"""The reduction of a window over ranks: once, at its end, after which every rank holds the same sums and counts."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fusedaccum.collectives import as_bits, from_bits
+from fusedaccum.flat_buffer import FlatBuffer
+from fusedaccum.folding import describe
+from fusedaccum.ops import TOUCHED
+from fusedaccum.options import NAME, PLAIN, WEIGHTED
+
+if TYPE_CHECKING:
+    from fusedaccum.window import Window
+
+END, LAST, CONSOLIDATE = 1, 2, 3  # what a rank is about to do when it sends its header
+DOING = {END: "closing a window", LAST: "in the last backward of a window", CONSOLIDATE: "in consolidate()"}
+MODES = (None, PLAIN, WEIGHTED)
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a rank says of its window before sums are sent.
+
+    number: windows that it has reduced before. length, mode: 0 where nothing is in the window. items: as `as_bits`
+    has them, those that the host knows.
+    """
+
+    doing: int
+    number: int
+    layout: int
+    length: int
+    mode: int
+    pending: int
+    items: int
+    items_on_device: int
+    live: int
+    dropped: int
+    begun: int
+
+
+@dataclass(frozen=True)
+class Totals:
+    """A window over all ranks. count: its micro-batches. items: that they count."""
+
+    ranks: int
+    count: int
+    length: int
+    mode: str | None
+    items: float | Tensor
+
+    def divisor(self, reduction: str) -> float | Tensor:
+        """What the sum over ranks has to be divided by: for the mean of all micro-batches, or for ranks' mean sum."""
+        if self.mode == WEIGHTED:
+            return self.items
+        return self.count / self.length if reduction == "mean" else float(self.ranks)
+
+    def share(self, window: Window) -> float | Tensor:
+        """The part of the sums over all ranks that stands for one rank's window, when that is saved by itself."""
+        if self.mode != WEIGHTED:
+            return window.pending / self.count
+        if isinstance(self.items, Tensor):
+            return torch.where(self.items == 0, 0.0, window.items / self.items).float()
+        return window.items / self.items if self.items else 0.0
+
+
+def reduce(window: Window) -> list[FlatBuffer]:
+    """Add up the windows of all ranks, once for each window; returns the buffers that hold something on any of them.
+
+    Raises RuntimeError on every rank, before anything is sent, where ranks do not close the same window, and
+    FloatingPointError after it under nonfinite="raise".
+    """
+    if window.reduced is None:
+        if window.last and window.overlap is None:  # no gradient has come in that backward
+            window.begin_overlap()
+        if window.overlap is not None:
+            window.overlap.send_rest()
+        headers = exchange(window, END)
+        totals = _totals(window, headers)
+        window.dropped = any(header.dropped for header in headers)
+        if totals.count:
+            _add_up(window, any(header.live for header in headers))
+        window.reduced = totals
+        window.ranks.windows += 1
+    touched = [buffer for buffer in window.buffers if buffer.touched]
+    if window.options.nonfinite == "raise":
+        _check_finite(window, touched)
+    return touched
+
+
+def exchange(window: Window, doing: int) -> list[Header]:
+    """Everybody's header, in order of ranks. Raises RuntimeError on all of them where they do not fit together."""
+    on_device = isinstance(window.items, Tensor)
+    mine = Header(
+        doing=doing,
+        number=window.ranks.windows,
+        layout=_layout(window.buffers),
+        length=window.length if window.is_open else 0,
+        mode=MODES.index(window.mode) if window.pending else 0,
+        pending=window.pending,
+        items=0 if on_device else as_bits(window.items),
+        items_on_device=on_device,
+        live=any(buffer.live is not None for buffer in window.buffers),
+        dropped=window.dropped,
+        begun=window.begun is not None,
+    )
+    what = f"the exchange of headers at window {mine.number} ({DOING[doing]})"
+    headers = [Header(*numbers) for numbers in window.ranks.all_of(what, list(map(int, vars(mine).values())))]
+    for name, show in SHOWN.items():
+        seen = {getattr(header, name): rank for rank, header in reversed(list(enumerate(headers)))}
+        if name in ("length", "mode"):  # of those that hold something
+            seen.pop(0, None)
+        if len(seen) > 1:
+            told = ", ".join(f"rank {rank}: {show(value)}" for value, rank in sorted(seen.items(), key=lambda s: s[1]))
+            raise RuntimeError(
+                f"{NAME}: the ranks are not at the same point ({told}); every rank has to make the same calls with "
+                f"the same options, and nothing was sent. {WAYS_OUT[name]}"
+            )
+    return headers
+
+
+SHOWN = {
+    "doing": lambda v: DOING[v],
+    "layout": lambda v: f"parameters with digest {v & 0xFFFFFFFF:08x}",
+    "number": lambda v: f"{v} windows closed",
+    "length": lambda v: f"{v} micro-batches a window",
+    "mode": lambda v: f"{MODES[v]} micro-batches",
+}
+WAYS_OUT = {
+    "doing": "Say micro_batch(last=True) and call consolidate() on every rank, or on none",
+    "layout": "The optimizers must hold parameters of the same shapes in the same order, frozen alike",
+    "number": "Wrap the optimizer at the same time on every rank",
+    "length": "Give every rank the same `steps`",
+    "mode": "Give item counts (mean_of or sum_of) on every rank, or on none",
+}
+
+
+def _layout(buffers: list[FlatBuffer]) -> int:
+    """A digest of what the buffers hold."""
+    text = repr([(buffer.device.type, buffer.numels) for buffer in buffers])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
+
+
+def _totals(window: Window, headers: list[Header]) -> Totals:
+    items: float | Tensor = sum(from_bits(header.items) for header in headers)
+    if any(header.items_on_device for header in headers):
+        device = window.buffers[0].device
+        mine = window.items if isinstance(window.items, Tensor) else torch.tensor(window.items, dtype=torch.float64)
+        items = mine.to(device=device, copy=True).reshape(1)
+        window.ranks.total("the sum of item counts", items)
+    return Totals(
+        ranks=window.ranks.size,
+        count=sum(header.pending for header in headers),
+        length=max(header.length for header in headers),
+        mode=MODES[max(header.mode for header in headers)],
+        items=items,
+    )
+
+
+def _add_up(window: Window, live: bool) -> None:
+    """Every rank's sums become those of all. A segment that any rank has touched is touched everywhere."""
+    if live:
+        window.keep_live()
+    marks = torch.cat([buffer.marks & TOUCHED for buffer in window.buffers])
+    window.ranks.largest("the exchange of touched segments", marks)
+    window.midway = True
+    for buffer, here in zip(window.buffers, marks.split([len(b.params) for b in window.buffers]), strict=True):
+        if not here.any():
+            continue
+        if window.overlap is None:
+            buffer.zero_untouched()
+            window.ranks.add_up("the reduction of a window", buffer.flat)
+        buffer.marks.copy_(here)
+        buffer.touched = True
+        if buffer.live is not None:
+            window.ranks.largest("the exchange of live segments", buffer.live)
+    if window.overlap is not None:
+        window.overlap.finish()
+        window.overlap = None
+    window.midway = False
+
+
+def _check_finite(window: Window, touched: list[FlatBuffer]) -> None:
+    bad = [buffer for buffer in touched if not bool(buffer.square_total().isfinite())]
+    if bad:
+        names = [
+            describe(window, buffer.params[k])
+            for buffer in bad
+            for k in buffer.touched_segments()
+            if not bool(buffer.view(k).isfinite().all())
+        ]
+        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        raise FloatingPointError(
+            f"{NAME}: gradients must be finite with nonfinite='raise', and the window's sum over {window.ranks.size} "
+            f"ranks has infinities or NaNs in {shown}; reset() on every rank drops the window, "
+            "nonfinite='skip_window' would have left it out"
+        )
+
+
+def consolidate(window: Window) -> None:
+    """Make every rank's open window the mean over ranks. See `FusedAccumOptimizer.consolidate`."""
+    window.locate()
+    headers = exchange(window, CONSOLIDATE)
+    counts = [header.pending for header in headers]
+    if len(set(counts)) > 1 or any(header.begun for header in headers):
+        raise RuntimeError(
+            f"{NAME}: consolidate() needs windows with equally many micro-batches on every rank, each one ended by "
+            f"step(); the ranks hold {counts}; flush() first, or call it where they agree"
+        )
+    if not counts[0]:
+        return
+    totals = _totals(window, headers)
+    window.dropped = any(header.dropped for header in headers)
+    _add_up(window, any(header.live for header in headers))
+    window.rescale(1.0 / totals.ranks)
+    if totals.mode == WEIGHTED:
+        window.items = totals.items / totals.ranks
+    window.consolidated = True
