@@ -80,7 +80,10 @@ class Asked:
         Zeros where nothing was folded, and after a boundary. A live view of the flat buffer where there is something:
         `clone()` it to keep it past the boundary.
 
-        Raises ValueError for a tensor that is not one of the optimizer's parameters.
+        Raises ValueError for a tensor that is not one of the optimizer's parameters, RuntimeError while sums are on
+        their way to other ranks.
         """
+        if self._window.overlap is not None:
+            self._window.check_readable()
         with modes.no_grad():
             return self._window.master_grad(param)

@@ -31,9 +31,12 @@ class Boundary:
         self._shown = False  # to a pre-hook, which may have edited it
         self._divided_by: float | Tensor | None = None  # by which `show` has divided the sums
 
-    def close(self, window: Window, pre_hooks: Callable[[], bool], post_hooks: Callable[[], None]) -> None:
+    def close(
+        self, window: Window, pre_hooks: Callable[[], bool], post_hooks: Callable[[], None], doing: int = reduction.FULL
+    ) -> None:
         """Update the parameters with what the window holds, and begin the next one.
 
+        doing: what other ranks are told: reduction.FULL, or FLUSH for a window that may be short.
         pre_hooks and post_hooks are called around the update, and not at all where no gradient came in the window.
         Where something raises before the update, the window is as it was.
         """
@@ -44,7 +47,7 @@ class Boundary:
             )
         touched = _touched(window)
         if window.ranks is not None:
-            touched = reduction.reduce(window)
+            touched = reduction.reduce(window, doing)
             if not window.reduced.count:  # flush() on every rank, and none had a window to end
                 window.reset()
                 return

@@ -55,13 +55,17 @@ class Checks:
                 "other rank takes part in, or reset() drops it"
             )
 
-    def check_may_be_saved(self: Window) -> None:
-        """Refuse to save sums that are on their way to other ranks, and warn of such that only this rank has."""
+    def check_readable(self: Window) -> None:
+        """Refuse to look at sums some of which are of this rank and some of all."""
         self.check_sound()
         if self.overlap is not None:
             raise RuntimeError(
-                f"{NAME}: the window's sums are on their way to the other ranks, since micro_batch(last=True); save "
-                "after step()"
+                f"{NAME}: the window's sums are on their way to the other ranks, since micro_batch(last=True); look at "
+                "them, or save them, after step()"
             )
+
+    def check_may_be_saved(self: Window) -> None:
+        """Refuse to save sums that are on their way to other ranks, and warn of such that only this rank has."""
+        self.check_readable()
         if self.ranks is not None and self.ranks.size > 1 and self.is_open and not self.consolidated:
             warn_local_window(self)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fusedaccum import amp, capture, checkpoint, folding, hooks, micro, modes
+from fusedaccum import amp, capture, checkpoint, folding, hooks, micro, modes, reduction
 from fusedaccum.asked import Asked
 from fusedaccum.length import Steps, check_steps
 from fusedaccum.notices import warn_open_window
@@ -231,8 +231,9 @@ class FusedAccumOptimizer(Asked, OverRanks, Optimizer):
     def flush(self) -> bool:
         """Close a short window now: update with the mean (reduction="sum": the sum) of the micro-batches it holds.
 
-        Returns whether the parameters were updated; False, and nothing done, where the window is empty. Raises
-        RuntimeError after `close()` and inside a step pre-hook.
+        Returns whether the parameters were updated; False, and nothing done, where the window is empty. With
+        `process_group` every rank has to call it, one whose window is empty too, and the mean is over all their
+        micro-batches. Raises RuntimeError after `close()` and inside a step pre-hook.
         """
         self._window.check_usable()
         self._window.check_owns_boundary("flush()", "step() updates with what there is")
@@ -242,14 +243,14 @@ class FusedAccumOptimizer(Asked, OverRanks, Optimizer):
         with modes.no_grad():
             if self._window.begun:  # a backward without a step() behind it
                 self._window.micro_batch(None, None)
-            self._close_window()
+            self._close_window(reduction.FLUSH)
         # Folds that were replayed in a CUDA graph are counted on the device, and nothing waits for it here.
         return True if self._window.graphs.captured else self.updated
 
-    def _close_window(self) -> None:
+    def _close_window(self, doing: int = reduction.FULL) -> None:
         window = self._window
         try:
-            window.boundary.close(window, lambda: hooks.before_update(self), lambda: hooks.after_update(self))
+            window.boundary.close(window, lambda: hooks.before_update(self), lambda: hooks.after_update(self), doing)
         finally:
             if window.live is not None:
                 window.pending = 0
@@ -356,7 +357,7 @@ class FusedAccumOptimizer(Asked, OverRanks, Optimizer):
             post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        self._window.check_may_be_saved()
+        self._window.check_readable()
         with modes.no_grad():
             return checkpoint.pack(self._window)
 

@@ -18,8 +18,14 @@ from fusedaccum.options import NAME, PLAIN, WEIGHTED
 if TYPE_CHECKING:
     from fusedaccum.window import Window
 
-END, LAST, CONSOLIDATE = 1, 2, 3  # what a rank is about to do when it sends its header
-DOING = {END: "closing a window", LAST: "in the last backward of a window", CONSOLIDATE: "in consolidate()"}
+# What a rank is about to do when it sends its header.
+FULL, FLUSH, LAST, CONSOLIDATE = 1, 2, 3, 4
+DOING = {
+    FULL: "closing a full window in step()",
+    FLUSH: "in flush()",
+    LAST: "in the backward that micro_batch(last=True) announced",
+    CONSOLIDATE: "in consolidate()",
+}
 MODES = (None, PLAIN, WEIGHTED)
 
 
@@ -69,8 +75,10 @@ class Totals:
         return window.items / self.items if self.items else 0.0
 
 
-def reduce(window: Window) -> list[FlatBuffer]:
+def reduce(window: Window, doing: int) -> list[FlatBuffer]:
     """Add up the windows of all ranks, once for each window; returns the buffers that hold something on any of them.
+
+    doing: FULL or FLUSH, the same on every rank: full windows hold equally many micro-batches, flushed ones need not.
 
     Raises RuntimeError on every rank, before anything is sent, where ranks do not close the same window, and
     FloatingPointError after it under nonfinite="raise".
@@ -80,7 +88,7 @@ def reduce(window: Window) -> list[FlatBuffer]:
             window.begin_overlap()
         if window.overlap is not None:
             window.overlap.send_rest()
-        headers = exchange(window, END)
+        headers = exchange(window, doing)
         totals = _totals(window, headers)
         window.dropped = any(header.dropped for header in headers)
         if totals.count:
@@ -132,7 +140,8 @@ SHOWN = {
     "mode": lambda v: f"{MODES[v]} micro-batches",
 }
 WAYS_OUT = {
-    "doing": "Say micro_batch(last=True) and call consolidate() on every rank, or on none",
+    "doing": "A rank that has run out of data calls step() without a gradient as often as the others with one; "
+    "flush(), consolidate() and micro_batch(last=True) are called on every rank, or on none",
     "layout": "The optimizers must hold parameters of the same shapes in the same order, frozen alike",
     "number": "Wrap the optimizer at the same time on every rank",
     "length": "Give every rank the same `steps`",
@@ -150,8 +159,7 @@ def _totals(window: Window, headers: list[Header]) -> Totals:
     items: float | Tensor = sum(from_bits(header.items) for header in headers)
     if any(header.items_on_device for header in headers):
         device = window.buffers[0].device
-        mine = window.items if isinstance(window.items, Tensor) else torch.tensor(window.items, dtype=torch.float64)
-        items = mine.to(device=device, copy=True).reshape(1)
+        items = torch.as_tensor(window.items, dtype=torch.float64, device=device).clone().reshape(1)
         window.ranks.total("the sum of item counts", items)
     return Totals(
         ranks=window.ranks.size,

@@ -1,0 +1,126 @@
+"""Ranks that are not at the same point are found out, by all of them, before anything is sent or changed."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import Failure, Lost, on_ranks
+from torch.optim import SGD
+
+from fusedaccum import FusedAccumOptimizer
+
+
+def differ(kind):
+    """What every rank raises where rank 1 does otherwise, and the parameters and sums that are left."""
+    rank = dist.get_rank()
+    one = rank == 1
+    p, q = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(4 if kind == "shapes" and one else 3))
+    q.requires_grad_(not (kind == "frozen" and one))
+    fold = "backward" if kind.startswith("last") else "step"
+    steps = 1 if kind == "steps" and one else 2
+    if kind == "function":
+        steps = lambda update: 1 + rank % 2  # noqa: E731
+    opt = FusedAccumOptimizer(SGD([p, q], lr=1.0), steps, process_group=dist.group.WORLD, fold=fold)
+    if kind == "wrapped later" and one:
+        (p * 2).sum().backward()
+        p.grad = None
+        opt.close()
+        opt = FusedAccumOptimizer(SGD([p, q], lr=1.0), steps, process_group=dist.group.WORLD)
+    if kind in ("number", "wrapped later"):
+        opt._window.ranks.windows = 5 if one else 4
+    count = {"mean_of": 3} if kind == "weights" and one else {}
+    try:
+        for i in range(2):
+            if kind == "last" and i == 1:
+                opt.micro_batch(last=one)
+            ((p * 2).sum() + (q.sum() if q.requires_grad else 0)).backward()
+            if kind == "uneven" and one and i == 1:
+                opt.flush()
+            opt.step(**count)
+    except RuntimeError as error:
+        return str(error), p.tolist(), opt.master_grad(p).tolist() if kind != "last" or not one else None, opt.updates
+    return None
+
+
+CASES = {
+    "steps": ["rank 0: 2 micro-batches a window", "rank 1: 1 micro-batches a window", "`steps`"],
+    "function": ["rank 0: 1 micro-batches a window", "rank 1: 2 micro-batches a window"],
+    "weights": ["rank 0: plain micro-batches", "rank 1: weighted micro-batches", "mean_of"],
+    "shapes": ["digest", "same shapes"],
+    "frozen": ["digest", "frozen"],
+    "number": ["rank 0: 4 windows closed", "rank 1: 5 windows closed"],
+    "last": ["rank 0: closing a full window in step()", "rank 1: in the backward that", "last=True"],
+    "uneven": ["rank 0: closing a full window in step()", "rank 1: in flush()", "step() without a gradient"],
+}
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_ranks_that_differ(kind):
+    for result in on_ranks(2, differ, kind):
+        assert result is not None
+        text, values, _, updates = result
+        assert all(word in text for word in [*CASES[kind], "nothing was sent"]), text
+        assert values == [0.0] * 3
+        assert updates == 0
+
+
+def consolidate_beside_flush():
+    p = torch.nn.Parameter(torch.zeros(3))
+    opt = FusedAccumOptimizer(SGD([p], lr=1.0), 2, process_group=dist.group.WORLD)
+    (p * 2).sum().backward()
+    opt.step()
+    with pytest.raises(RuntimeError, match=r"rank 0: in flush\(\), rank 1: in consolidate\(\)"):
+        opt.consolidate() if dist.get_rank() else opt.flush()
+    assert opt.master_grad(p).tolist() == [1.0] * 3
+    assert opt.flush() is True  # all agree again
+    assert p.tolist() == [-2.0] * 3
+
+
+def test_after_a_refusal_the_window_goes_on():
+    on_ranks(2, consolidate_beside_flush)
+
+
+# Ranks that do not come
+
+
+def absent(how):
+    p = torch.nn.Parameter(torch.zeros(300_000))
+    group = dist.new_group(timeout=datetime.timedelta(seconds=1))
+    opt = FusedAccumOptimizer(SGD([p], lr=1.0), 1, process_group=group)
+    p.sum().backward()
+    opt.step()
+    if dist.get_rank() == 1:
+        if how == "dies":
+            os._exit(1)
+        if how == "sleeps":
+            time.sleep(2.5)
+        if how == "fewer":
+            return "done"
+        if how == "dies in the reduction":
+            opt._window.ranks.add_up = lambda *_: os._exit(1)
+    p.sum().backward()
+    begun = time.monotonic()
+    try:
+        opt.step()
+    except RuntimeError as error:
+        assert opt.updates == 1
+        assert p[0].item() == -1.0
+        return str(error), time.monotonic() - begun
+    return "no error"
+
+
+@pytest.mark.parametrize("how", ["dies", "sleeps", "fewer", "dies in the reduction"])
+def test_a_rank_that_does_not_come_is_an_error_that_names_the_collective(how):
+    result = on_ranks(2, absent, how, errors=True)[0]
+    assert not isinstance(result, Failure | Lost), result
+    text, seconds = result
+    what = "the reduction of a window" if how == "dies in the reduction" else "the exchange of headers at window 1"
+    assert what in text
+    assert "rank 0 of 2" in text
+    assert "within the process group's timeout" in text
+    assert seconds < 5
