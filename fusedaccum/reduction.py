@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fusedaccum.collectives import as_bits, from_bits
-from fusedaccum.flat_buffer import FlatBuffer
+from fusedaccum.flat_buffer import FlatBuffer, in_memory_order
 from fusedaccum.folding import describe
 from fusedaccum.ops import TOUCHED
 from fusedaccum.options import NAME, PLAIN, WEIGHTED
@@ -33,13 +33,15 @@ MODES = (None, PLAIN, WEIGHTED)
 class Header:
     """What a rank says of its window before sums are sent.
 
-    number: windows that it has reduced before. length, mode: 0 where nothing is in the window. items: as `as_bits`
+    number: windows that it has reduced before. values: at the first of them, what the bits of all parameters add up to:
+    ranks that begin with other parameters would never agree. length, mode: 0 where nothing is in the window. items: as `as_bits`
     has them, those that the host knows.
     """
 
     doing: int
     number: int
     layout: int
+    values: int
     length: int
     mode: int
     pending: int
@@ -108,6 +110,7 @@ def exchange(window: Window, doing: int) -> list[Header]:
         doing=doing,
         number=window.ranks.windows,
         layout=_layout(window.buffers),
+        values=0 if window.ranks.windows else _values(window.buffers),
         length=window.length if window.is_open else 0,
         mode=MODES.index(window.mode) if window.pending else 0,
         pending=window.pending,
@@ -135,6 +138,7 @@ def exchange(window: Window, doing: int) -> list[Header]:
 SHOWN = {
     "doing": lambda v: DOING[v],
     "layout": lambda v: f"parameters with digest {v & 0xFFFFFFFF:08x}",
+    "values": lambda v: f"parameters whose bits add up to {v & 0xFFFFFFFF:08x}",
     "number": lambda v: f"{v} windows closed",
     "length": lambda v: f"{v} micro-batches a window",
     "mode": lambda v: f"{MODES[v]} micro-batches",
@@ -143,6 +147,8 @@ WAYS_OUT = {
     "doing": "A rank that has run out of data calls step() without a gradient as often as the others with one; "
     "flush(), consolidate() and micro_batch(last=True) are called on every rank, or on none",
     "layout": "The optimizers must hold parameters of the same shapes in the same order, frozen alike",
+    "values": "Begin with equal parameters: load the same file on every rank, or send those of one by "
+    "torch.distributed.broadcast",
     "number": "Wrap the optimizer at the same time on every rank",
     "length": "Give every rank the same `steps`",
     "mode": "Give item counts (mean_of or sum_of) on every rank, or on none",
@@ -153,6 +159,16 @@ def _layout(buffers: list[FlatBuffer]) -> int:
     """A digest of what the buffers hold."""
     text = repr([(buffer.device.type, buffer.numels) for buffer in buffers])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
+
+
+def _values(buffers: list[FlatBuffer]) -> int:
+    """What the bits of all parameters add up to, modulo 2^64. Waits for the device."""
+    total = 0
+    for buffer in buffers:
+        for p, stride in zip(buffer.params, buffer.strides, strict=True):
+            bits = in_memory_order(p, stride)
+            total += int(bits.view(torch.int32 if bits.dtype == torch.float32 else torch.int16).sum(dtype=torch.int64))
+    return (total + 2**63) % 2**64 - 2**63
 
 
 def _totals(window: Window, headers: list[Header]) -> Totals:

@@ -68,6 +68,9 @@ def small_cases():
             assert p.item() == -6.0
             feed(opt, p, 7.0, 8.0, mean_of=0)
             assert (p.item(), opt.updates, opt.skipped_windows, opt.updated) == (-6.0, 3, 1, False)
+            for _ in range(2):  # rank 0 drops gradients, rank 1 counts items and has none
+                feed(opt, p, 2.0 if rank == 0 else None, mean_of=3 * rank)
+            assert (p.item(), opt.updates, opt.skipped_windows) == (-6.0, 3, 2)
             opt.close()
     return True
 

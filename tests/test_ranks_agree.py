@@ -22,6 +22,8 @@ def differ(kind):
     p, q = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(4 if kind == "shapes" and one else 3))
     q.requires_grad_(not (kind == "frozen" and one))
     fold = "backward" if kind.startswith("last") else "step"
+    if kind == "values" and one:
+        q.data.fill_(1.0)
     steps = 1 if kind == "steps" and one else 2
     if kind == "function":
         steps = lambda update: 1 + rank % 2  # noqa: E731
@@ -48,6 +50,7 @@ def differ(kind):
 
 
 CASES = {
+    "values": ["rank 0: parameters whose bits add up to", "rank 1: parameters whose", "broadcast"],
     "steps": ["rank 0: 2 micro-batches a window", "rank 1: 1 micro-batches a window", "`steps`"],
     "function": ["rank 0: 1 micro-batches a window", "rank 1: 2 micro-batches a window"],
     "weights": ["rank 0: plain micro-batches", "rank 1: weighted micro-batches", "mean_of"],
