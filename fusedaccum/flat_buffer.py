@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
 from types import ModuleType
 
 import torch
@@ -136,6 +138,12 @@ class FlatBuffer:
         self.keeps_zero = False
         self.was_zeroed = False
         self.has_leftovers = False
+
+    @cached_property
+    def digest(self) -> bytes:
+        """A digest of device type, dtypes and sizes, by which ranks find out that they hold the same parameters."""
+        what = (self.device.type, [(str(p.dtype), n) for p, n in zip(self.params, self.numels, strict=True)])
+        return hashlib.sha256(repr(what).encode()).digest()
 
     def addresses_now(self) -> list[int]:
         """Where the parameters lie in memory. `addresses` is where they lay when they were last judged."""

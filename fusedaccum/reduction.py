@@ -33,9 +33,9 @@ MODES = (None, PLAIN, WEIGHTED)
 class Header:
     """What a rank says of its window before sums are sent.
 
-    number: windows that it has reduced before. values: at the first of them, what the bits of all parameters add up to:
-    ranks that begin with other parameters would never agree. length, mode: 0 where nothing is in the window. items: as `as_bits`
-    has them, those that the host knows.
+    number: windows that it has reduced before. values: at the first of them, what the bits of all
+    parameters add up to: ranks that begin with other parameters would never agree. length, mode: 0 where nothing is in
+    the window. items: as `as_bits` has them, those that the host knows.
     """
 
     doing: int
@@ -157,8 +157,8 @@ WAYS_OUT = {
 
 def _layout(buffers: list[FlatBuffer]) -> int:
     """A digest of what the buffers hold."""
-    text = repr([(buffer.device.type, buffer.numels) for buffer in buffers])
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
+    digests = b"".join(buffer.digest for buffer in buffers)
+    return int.from_bytes(hashlib.sha256(digests).digest()[:8], "little", signed=True)
 
 
 def _values(buffers: list[FlatBuffer]) -> int:
