@@ -17,6 +17,7 @@ from torch import Tensor
 from fusedaccum import folding
 from fusedaccum.checkpoint_fields import ABSENT, FIELDS, is_any_of
 from fusedaccum.flat_buffer import in_memory_order
+from fusedaccum.local import like, local
 from fusedaccum.micro import Micro
 from fusedaccum.notices import warn
 from fusedaccum.options import NAME, PLAIN, WEIGHTED, is_lazy, parameters
@@ -95,6 +96,7 @@ def _saved_sum(window: Window, p: Tensor) -> Tensor | None:
     view = window.boundary.undivided(window, buffer.view(k))
     if window.reduced is not None:
         view = view * window.reduced.share(window)
+    view = like(p, view)
     # The end of the window zeroes such a buffer, also the one that loading begins with; and torch.save takes no complex
     # tensor beside float ones over one storage.
     return view.clone() if buffer.keeps_zero or view.is_complex() else view
@@ -301,11 +303,11 @@ def _take_tensors(window: Window, saved: dict[str, Any], positions: dict[int, Te
         window.locate()
     for i, value in sums.items():
         buffer, k = window.place_for(positions[i])
-        buffer.put(k, value.detach())
+        buffer.put(k, local(value.detach()))
     if isinstance(window.update, FusedUpdate) and window.update.master_weights:
         for i, master in masters.items():
             buffer, k = window.place_for(positions[i])
-            values = master.detach().to(device=buffer.device, copy=True)
+            values = local(master.detach()).to(device=buffer.device, copy=True)
             window.update.put_master(buffer, k, in_memory_order(values, buffer.strides[k]))
 
 

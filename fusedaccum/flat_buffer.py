@@ -7,11 +7,13 @@ import weakref
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
+from operator import is_
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from fusedaccum.local import is_distributed, local
 from fusedaccum.ops import ALIGN, TILE, TOTAL, TOUCHED
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -96,22 +98,26 @@ class FlatBuffer:
     """The master gradients of all parameters on one device.
 
     params: n parameters, float32, bfloat16, float16 or complex64 (a pair of float32), in the order of their segments.
+    They are what the rest of the code knows segments by; the memory of segment k, with its shape, order and address, is
+    that of `data(k)`.
     """
 
     def __init__(self, params: list[Tensor], device: torch.device, backend: ModuleType) -> None:
         self.params = params
         self.device = device
         self.backend = backend
-        self.shapes = [p.shape for p in params]
-        self.strides = [dense_stride(p) for p in params]
-        self.complex = [p.is_complex() for p in params]
+        self.distributed = any(map(is_distributed, params))
+        memory = self.memory()
+        self.shapes = [p.shape for p in memory]
+        self.strides = [dense_stride(p) for p in memory]
+        self.complex = [p.is_complex() for p in memory]
         # Segments whose gradient cannot be read as it is: complex, or in another order than row-major.
         self.special = frozenset(
-            k for k, p in enumerate(params) if p.is_complex() or not torch.empty_like(p, device="meta").is_contiguous()
+            k for k, p in enumerate(memory) if p.is_complex() or not torch.empty_like(p, device="meta").is_contiguous()
         )
         # Segments whose gradient has been sparse.
         self.sparse: set[int] = set()
-        self.numels = [p.numel() * (2 if p.is_complex() else 1) for p in params]
+        self.numels = [p.numel() * (2 if p.is_complex() else 1) for p in memory]
         self.segments, self.tiles, size = layout(self.numels, device)
         self.flat = torch.zeros(size, dtype=torch.float32, device=device)
         self.partials = torch.zeros(len(self.tiles), dtype=torch.float64, device=device)
@@ -145,26 +151,33 @@ class FlatBuffer:
         what = (self.device.type, [(str(p.dtype), n) for p, n in zip(self.params, self.numels, strict=True)])
         return hashlib.sha256(repr(what).encode()).digest()
 
+    def data(self, k: int) -> Tensor:
+        """The plain tensor whose memory segment k is the sum for and updates: on this rank, of the k-th parameter."""
+        return local(self.params[k])
+
+    def memory(self) -> list[Tensor]:
+        """`data(k)` of every segment, to be read only."""
+        return list(map(local, self.params)) if self.distributed else self.params
+
     def addresses_now(self) -> list[int]:
         """Where the parameters lie in memory. `addresses` is where they lay when they were last judged."""
-        return list(map(Tensor.data_ptr, self.params))
+        return list(map(Tensor.data_ptr, self.memory()))
 
     def matches(self, params: Sequence[Tensor]) -> bool:
         """Whether this buffer, as it is, can hold the gradients of `params`: same objects, sizes, order in memory."""
-        return len(params) == len(self.params) and all(
-            p is q
-            and p.shape == shape
-            and p.device == self.device
-            and dense_stride(p) == stride
-            and p.is_complex() == pairs
-            for p, q, shape, stride, pairs in zip(
-                params, self.params, self.shapes, self.strides, self.complex, strict=True
+        same = len(params) == len(self.params) and all(map(is_, params, self.params))
+        return (
+            same
+            and self.distributed == any(map(is_distributed, params))
+            and all(
+                p.shape == shape and p.device == self.device and dense_stride(p) == stride and p.is_complex() == pairs
+                for p, shape, stride, pairs in zip(self.memory(), self.shapes, self.strides, self.complex, strict=True)
             )
         )
 
     def moved(self) -> bool:
         """Whether a parameter has left its place since construction: another shape, device or order in memory."""
-        for k, p in enumerate(self.params):
+        for k, p in enumerate(self.memory()):
             if p.shape != self.shapes[k] or p.device != self.device:
                 return True
             if (k in self.special or not p.is_contiguous()) and dense_stride(p) != self.strides[k]:
@@ -202,7 +215,7 @@ class FlatBuffer:
         if size in self._parts:
             return self._parts[size]
         starts, taken = [0], 0
-        for k, p in enumerate(self.params):
+        for k, p in enumerate(self.memory()):
             if taken and taken + p.nbytes > size:
                 starts.append(k)
                 taken = 0

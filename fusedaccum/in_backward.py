@@ -71,7 +71,7 @@ class InBackward:
                     known = (was.next_size, was.grad) if was else (None, None)
                     self._slots[id(p)] = Slot(buffer, part, index, self._hooks.number(p), *known)
         self._bucket = [(p, self._slots[id(p)]) for p, _ in self._bucket if id(p) in self._slots]
-        self._largest = max((p.nbytes for p in window.place), default=0)
+        self._largest = max((p.nbytes for buffer in window.buffers for p in buffer.memory()), default=0)
 
     def unhook(self) -> None:
         """Have no part in backwards any more."""

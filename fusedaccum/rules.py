@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from fusedaccum.flat_buffer import FLOAT_DTYPES, FlatBuffer, to_device
+from fusedaccum.local import like, local
 from fusedaccum.options import parameters
 
 
@@ -100,7 +101,7 @@ def why_not_fused(optimizer: Optimizer, more: Sequence[Tensor] = ()) -> str | No
 def share_storage(params: list[Tensor]) -> bool:
     """Whether two of `params` overlap in memory, or one is listed twice. Judged by address ranges."""
     ranges = []
-    for p in params:
+    for p in map(local, params):
         if is_lazy(p) or p.numel() == 0 or p.device.type == "meta":
             continue
         span = sum((size - 1) * abs(stride) for size, stride in zip(p.shape, p.stride(), strict=True)) + 1
@@ -245,20 +246,22 @@ class OptimizerState:
 
     def _conform(self, k: int, slot: str, value: Tensor | None) -> Tensor:
         """`value` in the order, device and dtype the kernel takes; a new tensor only where it has to be one."""
-        param, stride = self.buffer.params[k], self.buffer.strides[k]
+        param, data, stride = self.buffer.params[k], self.buffer.data(k), self.buffer.strides[k]
         if value is None:
-            dtype = self.dtype or param.dtype
-            return torch.empty_strided(param.shape, stride, dtype=dtype, device=param.device).zero_()
+            dtype = self.dtype or data.dtype
+            return like(param, torch.empty_strided(data.shape, stride, dtype=dtype, device=data.device).zero_())
         if value.shape != param.shape:
             raise ValueError(
                 f"FusedAccumOptimizer: state[p][{slot!r}] has shape {tuple(value.shape)} and its parameter "
                 f"{tuple(param.shape)}; they must be equal: load a state that belongs to these parameters"
             )
-        dtype = self.dtype or (value.dtype if value.dtype in FLOAT_DTYPES else param.dtype)
-        as_it_is = (k not in self.buffer.special and value.is_contiguous()) or value.stride() == stride
-        if as_it_is and value.dtype == dtype and value.device == param.device:
+        dtype = self.dtype or (value.dtype if value.dtype in FLOAT_DTYPES else data.dtype)
+        here = local(value)
+        as_it_is = (k not in self.buffer.special and here.is_contiguous()) or here.stride() == stride
+        if as_it_is and here.dtype == dtype and here.device == data.device:
             return value
-        return torch.empty_strided(param.shape, stride, dtype=dtype, device=param.device).copy_(value)
+        return like(param, torch.empty_strided(data.shape, stride, dtype=dtype, device=data.device).copy_(here))
 
     def _as_listed(self, k: int, value: Tensor) -> Tensor:
-        return value.as_strided((value.numel(),), (1,)) if k in self.buffer.special else value
+        here = local(value)
+        return here.as_strided((here.numel(),), (1,)) if k in self.buffer.special else here

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fusedaccum.flat_buffer import FlatBuffer, dense_stride, in_memory_order, to_device
+from fusedaccum.local import like, local, trace
 from fusedaccum.options import NAME, Options, parameters
 from fusedaccum.rounding import RandomTable, Rounding, check_rounded
 from fusedaccum.rules import RULES, AdamRule, HyperTable, OptimizerState, why_not_fused
@@ -27,7 +28,7 @@ class Masters:
     def __init__(self, buffer: FlatBuffer) -> None:
         self.buffer = buffer
         self.tensors: list[Tensor] = [buffer.absent] * len(buffer.params)
-        self.seen: list[tuple[int, int] | None] = [None] * len(buffer.params)
+        self.seen: list[tuple[int, ...] | None] = [None] * len(buffer.params)
 
     def refresh(self, segments: list[int]) -> None:
         """Make a master where there is none, and derive it again where its parameter was changed from outside.
@@ -36,31 +37,30 @@ class Masters:
         keep the master's value, so that a write that changed nothing costs no precision.
         """
         for k in segments:
-            param = self.buffer.params[k]
-            if param.dtype == torch.float32:
+            param, data = self.buffer.params[k], self.buffer.data(k)
+            if data.dtype == torch.float32:
                 self.tensors[k], self.seen[k] = self.buffer.absent, None
                 continue
             if self.is_current(k):
                 continue
-            state = (param._version, param.data_ptr())
-            values = in_memory_order(param, self.buffer.strides[k])
+            state = trace(param, data)
+            values = in_memory_order(data, self.buffer.strides[k])
             if self.tensors[k] is self.buffer.absent:
-                self.tensors[k] = values.float() if param.numel() else self.buffer.absent
+                self.tensors[k] = values.float() if data.numel() else self.buffer.absent
             else:
                 _take_up(self.tensors[k], values)
             self.seen[k] = state
 
     def is_current(self, k: int) -> bool:
         """Whether segment k has a master that holds its parameter's value, or needs none."""
-        param = self.buffer.params[k]
-        return param.dtype == torch.float32 or self.seen[k] == (param._version, param.data_ptr())
+        data = self.buffer.data(k)
+        return data.dtype == torch.float32 or self.seen[k] == trace(self.buffer.params[k], data)
 
     def written(self, segments: list[int]) -> None:
         """Note that parameters and masters were written together."""
         for k in segments:
             if self.tensors[k] is not self.buffer.absent:
-                param = self.buffer.params[k]
-                self.seen[k] = (param._version, param.data_ptr())
+                self.seen[k] = trace(self.buffer.params[k], self.buffer.data(k))
 
 
 class FusedUpdate:
@@ -102,7 +102,7 @@ class FusedUpdate:
             for k, p in enumerate(buffer.params):
                 if p in masters:
                     tensor, stride, seen = masters.pop(p)
-                    if tensor.numel() == p.numel() and stride == buffer.strides[k]:
+                    if tensor.numel() == buffer.data(k).numel() and stride == buffer.strides[k]:
                         side = self.side(buffer)
                         side.masters.tensors[k] = tensor.to(buffer.device)
                         side.masters.seen[k] = seen
@@ -119,26 +119,27 @@ class FusedUpdate:
         if masters is None or masters.tensors[k] is buffer.absent:
             return None
         masters.refresh([k])
-        return masters.tensors[k].as_strided(buffer.shapes[k], buffer.strides[k])
+        return like(buffer.params[k], masters.tensors[k].as_strided(buffer.shapes[k], buffer.strides[k]))
 
     def parked_master(self, param: Tensor) -> Tensor | None:
         """The master of a parameter without a segment, in its shape, brought up to date; None where there is none."""
         master, stride, seen = self.parked.get(param, (None, (), None))
-        if master is None or param.dtype == torch.float32 or param.numel() != master.numel():
+        data = local(param)
+        if master is None or data.dtype == torch.float32 or data.numel() != master.numel():
             return None
-        if dense_stride(param) != stride:
+        if dense_stride(data) != stride:
             return None
         # One that was loaded, and then given up with its segment, was never seen with its parameter.
-        if seen != (state := (param._version, param.data_ptr())):
-            master = master.to(param.device)
-            _take_up(master, in_memory_order(param, stride))
+        if seen != (state := trace(param, data)):
+            master = master.to(data.device)
+            _take_up(master, in_memory_order(data, stride))
             self.parked[param] = (master, stride, state)
-        return master.as_strided(param.shape, stride)
+        return like(param, master.as_strided(data.shape, stride))
 
     def put_master(self, buffer: FlatBuffer, k: int, master: Tensor) -> None:
         """Take a saved master: float32, 1-D, in memory order. `Masters.refresh` says what becomes of it."""
         masters = self.side(buffer).masters
-        if masters is not None and buffer.params[k].dtype != torch.float32 and master.numel():
+        if masters is not None and buffer.data(k).dtype != torch.float32 and master.numel():
             masters.tensors[k], masters.seen[k] = master, None
 
     def forget_masters(self) -> None:
@@ -253,8 +254,9 @@ class _FusedSide:
         buffer, rule = self.buffer, self.rule
         params: list[Tensor] = [buffer.absent] * len(buffer.params)
         copies = []
+        memory = buffer.memory()
         for k in self.segments:
-            param = buffer.params[k]
+            param = memory[k]
             if k not in buffer.special and param.is_contiguous() and not param.is_neg():
                 params[k] = param
             else:
@@ -279,7 +281,7 @@ class _FusedSide:
         )
         buffer.was_zeroed = buffer.zero_in_pass
         for k in copies:
-            buffer.params[k].copy_(params[k].as_strided(buffer.shapes[k], buffer.strides[k]))
+            memory[k].copy_(params[k].as_strided(buffer.shapes[k], buffer.strides[k]))
         if self.masters is not None:
             self.masters.written(self.segments)
 

@@ -20,6 +20,7 @@ from fusedaccum.flat_buffer import FlatBuffer
 from fusedaccum.in_backward import InBackward
 from fusedaccum.length import Length, Steps
 from fusedaccum.live_grads import LiveGrads
+from fusedaccum.local import like
 from fusedaccum.micro import Micro, begin
 from fusedaccum.nesting import Nesting
 from fusedaccum.nonfinite import NonFinite
@@ -265,7 +266,7 @@ class Window(Checks):
             dtype = torch.complex64 if param.is_complex() else torch.float32
             return torch.zeros_like(param, dtype=dtype, requires_grad=False)
         self.boundary.show(self)
-        return buffer.hand_out(k)
+        return like(param, buffer.hand_out(k))
 
     def rescale(self, factor: float | Tensor) -> None:
         """Multiply every sum of this window by `factor`."""

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fusedaccum.flat_buffer import FlatBuffer
+from fusedaccum.local import like
 from fusedaccum.options import parameters
 
 
@@ -88,7 +89,7 @@ class WrappedUpdate:
             segments.remove(k)
             marks[k] = 0
         for k in segments:
-            dtype = buffer.params[k].dtype
+            dtype = buffer.data(k).dtype
             real = torch.float32 if dtype.is_complex else dtype
             grads[k] = torch.empty(buffer.numels[k], dtype=real, device=buffer.device)
         buffer.backend.emit(buffer.flat, marks, buffer.live, buffer.segments, buffer.tiles, buffer.scalars, grads)
@@ -104,7 +105,7 @@ class WrappedUpdate:
             if wanted not in (None, param.dtype):
                 param.grad_dtype = None
             held.append((param, None if wanted == param.dtype else wanted))
-            param.grad = grad.as_strided(buffer.shapes[k], buffer.strides[k])
+            param.grad = like(param, grad.as_strided(buffer.shapes[k], buffer.strides[k]))
         return held
 
 
