@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fusedaccum import capture, folding, reduction
+from fusedaccum import capture, folding, reduction, totals
 from fusedaccum.flat_buffer import FlatBuffer
 from fusedaccum.options import NAME, WEIGHTED
 
@@ -153,9 +153,8 @@ class Boundary:
     def _set_scalars(self, window: Window, touched: list[FlatBuffer]) -> Tensor | None:
         """Norm, clip factor, divisor and skip on every device; returns the skip flag where the device decides it."""
         first, skips = touched[0], window.nonfinite.skips_windows
-        total = first.square_total()
-        for buffer in touched[1:]:
-            total = total + buffer.square_total().to(first.device)
+        totals.agree_on_live(touched)
+        total = totals.total(window, touched)
         max_norm = math.inf if window.options.max_norm is None else float(window.options.max_norm)
         divisor = self.divisor
         if window.only_device_knows:

@@ -9,12 +9,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from operator import is_
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from fusedaccum.local import is_distributed, local
+from fusedaccum.local import local
 from fusedaccum.ops import ALIGN, TILE, TOTAL, TOUCHED
+
+if TYPE_CHECKING:
+    from fusedaccum.spread import Spread
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -99,14 +103,16 @@ class FlatBuffer:
 
     params: n parameters, float32, bfloat16, float16 or complex64 (a pair of float32), in the order of their segments.
     They are what the rest of the code knows segments by; the memory of segment k, with its shape, order and address, is
-    that of `data(k)`.
+    that of `data(k)`. spread: where they are DTensors, the ranks that hold parts of them, or copies; else None.
     """
 
-    def __init__(self, params: list[Tensor], device: torch.device, backend: ModuleType) -> None:
+    def __init__(
+        self, params: list[Tensor], device: torch.device, backend: ModuleType, spread: Spread | None = None
+    ) -> None:
         self.params = params
         self.device = device
         self.backend = backend
-        self.distributed = any(map(is_distributed, params))
+        self.spread = spread
         memory = self.memory()
         self.shapes = [p.shape for p in memory]
         self.strides = [dense_stride(p) for p in memory]
@@ -157,18 +163,19 @@ class FlatBuffer:
 
     def memory(self) -> list[Tensor]:
         """`data(k)` of every segment, to be read only."""
-        return list(map(local, self.params)) if self.distributed else self.params
+        return list(map(local, self.params)) if self.spread is not None else self.params
 
     def addresses_now(self) -> list[int]:
         """Where the parameters lie in memory. `addresses` is where they lay when they were last judged."""
         return list(map(Tensor.data_ptr, self.memory()))
 
     def matches(self, params: Sequence[Tensor]) -> bool:
-        """Whether this buffer, as it is, can hold the gradients of `params`: same objects, sizes, order in memory."""
-        same = len(params) == len(self.params) and all(map(is_, params, self.params))
+        """Whether this buffer, as it is, can hold the gradients of `params`, which are spread as its own: same objects,
+        sizes, order in memory.
+        """
         return (
-            same
-            and self.distributed == any(map(is_distributed, params))
+            len(params) == len(self.params)
+            and all(map(is_, params, self.params))
             and all(
                 p.shape == shape and p.device == self.device and dense_stride(p) == stride and p.is_complex() == pairs
                 for p, shape, stride, pairs in zip(self.memory(), self.shapes, self.strides, self.complex, strict=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,8 +11,10 @@ from torch.optim import Optimizer
 
 from fusedaccum import backends
 from fusedaccum.flat_buffer import FLOAT_DTYPES, FlatBuffer
+from fusedaccum.local import is_distributed, like, local
 from fusedaccum.notices import warn
 from fusedaccum.options import NAME, is_plain, parameters
+from fusedaccum.spread import Spread, key_of
 
 if TYPE_CHECKING:
     from fusedaccum.window import Window
@@ -28,18 +30,23 @@ REFUSALS = (RuntimeError, TypeError, ValueError)
 def build(params: list[Tensor], old: list[FlatBuffer], backend: str, also: Tensor | None = None) -> list[FlatBuffer]:
     """One flat buffer a device for those of `params` that can get gradients; one of `old` where it still fits.
 
+    DTensors have buffers of their own, one for all that are spread over the same ranks in the same way.
     A frozen parameter takes no memory until it is unfrozen or a gradient is set by hand, one of a lazy module
     none until the module knows its shape.
     """
     touched = {buffer.params[k] for buffer in old for k in buffer.touched_segments()}
-    by_device: dict[torch.device, dict[Tensor, None]] = {}
+    alike: dict[tuple[torch.device, Any], dict[Tensor, None]] = {}
     for p in params:
         if not is_lazy(p) and (p.requires_grad or p.grad is not None or p in touched or p is also):
-            by_device.setdefault(p.device, {})[p] = None
+            alike.setdefault((p.device, key_of(p)), {})[p] = None
     buffers = []
-    for device, mine in by_device.items():
-        fitting = [buffer for buffer in old if buffer.device == device and buffer.matches(list(mine))]
-        buffers.append(fitting[0] if fitting else FlatBuffer(list(mine), device, backends.select(device, backend)))
+    for (device, key), mine in alike.items():
+        here = [b for b in old if b.device == device and (b.spread.key if b.spread else None) == key]
+        fitting = [buffer for buffer in here if buffer.matches(list(mine))]
+        if not fitting:
+            spread = None if key is None else Spread(*key)
+            fitting = [FlatBuffer(list(mine), device, backends.select(device, backend), spread)]
+        buffers.append(fitting[0])
     return buffers
 
 
@@ -120,7 +127,7 @@ def times(kept: Tensor, value: float | Tensor) -> Tensor:
 def _fold_all(
     window: Window, scale: float | Tensor, norm: bool, found_inf: Tensor | None, items: float | Tensor | None
 ) -> Tensor | None:
-    grads = [[p.grad for p in buffer.params] for buffer in window.buffers]
+    grads = [_gradients(window, buffer) for buffer in window.buffers]
     if not all(PLAIN.issuperset(map(type, given)) for given in grads):
         _check_subclasses(window)
     kept = window.nonfinite.look(window, grads, found_inf, items)
@@ -136,6 +143,35 @@ def _fold_all(
     return kept
 
 
+def _gradients(window: Window, buffer: FlatBuffer) -> list[Tensor | None]:
+    grads = [p.grad for p in buffer.params]
+    if buffer.spread is None:
+        return grads
+    return [g if g is None else of_this_rank(window, p, g) for p, g in zip(buffer.params, grads, strict=True)]
+
+
+def of_this_rank(window: Window, p: Tensor, grad: Tensor) -> Tensor:
+    """What this rank has of `grad`, the gradient of `p`: `grad` itself unless they are DTensors.
+
+    A collective where a gradient is placed otherwise than its parameter, as those of replicated parameters under
+    tensor parallelism are. Raises TypeError for one of another mesh, or that is no DTensor.
+    """
+    if not is_distributed(p):
+        return grad
+    if not is_distributed(grad) or grad.device_mesh != p.device_mesh:
+        seen = f"over {grad.device_mesh}" if is_distributed(grad) else f"a {type(grad).__name__}"
+        raise TypeError(
+            f"{NAME}: the gradient of {describe(window, p)} is {seen} and the parameter a DTensor over "
+            f"{p.device_mesh}; set `p.grad` to a DTensor over the same mesh"
+        )
+    if grad.placements != p.placements:
+        grad = grad.redistribute(placements=p.placements)
+    mine = local(grad)
+    if not is_plain(mine) and hasattr(mine, "wait"):  # a collective that nobody has waited for yet
+        mine = mine.wait()
+    return mine.detach()
+
+
 def repair(window: Window) -> bool:
     """After an operator refused a list of gradients: say why, or make it acceptable. Returns whether anything was done.
 
@@ -147,18 +183,22 @@ def repair(window: Window) -> bool:
     for buffer in window.buffers:
         for k, p in enumerate(buffer.params):
             if (grad := p.grad) is not None:
+                grad = of_this_rank(window, p, grad)
                 _check(window, p, grad)
                 if grad.is_sparse:
                     done = done or k not in buffer.sparse
                     buffer.sparse.add(k)
                 elif k not in buffer.special and not grad.is_contiguous():
-                    p.grad = grad.detach().contiguous()
+                    p.grad = like(p, grad.detach().contiguous())
                     done = True
     return done
 
 
 def acceptable(window: Window, buffer: FlatBuffer, p: Tensor, grad: Tensor) -> Tensor:
-    """`grad`, the gradient of `p`, as a buffer's fold takes it. Raises TypeError or ValueError as `repair` does."""
+    """`grad`, what this rank has of the gradient of `p`, as a buffer's fold takes it.
+
+    Raises TypeError or ValueError as `repair` does.
+    """
     k = window.place[p][1]
     _check_subclass(window, p, grad)
     _check(window, p, grad)
@@ -172,7 +212,7 @@ def acceptable(window: Window, buffer: FlatBuffer, p: Tensor, grad: Tensor) -> T
 def _check_subclasses(window: Window) -> None:
     for p in window.place:
         if p.grad is not None:
-            _check_subclass(window, p, p.grad)
+            _check_subclass(window, p, of_this_rank(window, p, p.grad))
 
 
 def _check_subclass(window: Window, p: Tensor, grad: Tensor) -> None:
@@ -200,11 +240,12 @@ def _check(window: Window, p: Tensor, grad: Tensor) -> None:
             f"{NAME}: the gradient of {describe(window, p)} is {grad.dtype}; gradients are summed in float32, so it "
             f"must be one of {', '.join(map(str, allowed))}: convert the gradient, or the parameter"
         )
-    if grad.device != p.device or grad.shape != p.shape:
+    here = local(p)
+    if grad.device != here.device or grad.shape != here.shape:
         raise ValueError(
             f"{NAME}: the gradient of {describe(window, p)} has shape {tuple(grad.shape)} on {grad.device} and the "
-            f"parameter {tuple(p.shape)} on {p.device}; they must be equal: run the backward again after changing a "
-            "parameter"
+            f"parameter {tuple(here.shape)} on {here.device}; they must be equal: run the backward again after "
+            "changing a parameter"
         )
 
 
@@ -228,4 +269,17 @@ def is_state_probe(optimizer: Optimizer) -> bool:
     if optimizer.state or any((isinstance(lr, Tensor) and lr.device.type != "cpu") or lr != 0 for lr in rates):
         return False
     grads = [p.grad for p in parameters(optimizer) if p.requires_grad]
-    return bool(grads) and all(g is not None and g.layout == torch.strided and not bool(g.any()) for g in grads)
+    if not grads or not all(g is not None and g.layout == torch.strided for g in grads):
+        return False
+    if not any(map(is_distributed, grads)):
+        return not any(bool(g.any()) for g in grads)
+    return not _any_anywhere(grads)
+
+
+def _any_anywhere(grads: list[Tensor]) -> bool:
+    """Whether an element of any of `grads` is not 0, on any rank that holds a part of them."""
+    found = torch.tensor([any(bool(local(g).any()) for g in grads)], dtype=torch.uint8)
+    meshes = {key[0]: Spread(*key) for key in map(key_of, grads) if key is not None}
+    for spread in meshes.values():
+        spread.largest("the look for a step that is to make state", found)
+    return bool(found)

@@ -11,6 +11,7 @@ from torch import Tensor
 from fusedaccum import capture, folding, modes
 from fusedaccum.flat_buffer import FlatBuffer, Part
 from fusedaccum.hooks import ParameterHooks
+from fusedaccum.local import like, local
 from fusedaccum.micro import begin
 from fusedaccum.options import NAME, WEIGHTED, parameters
 from fusedaccum.passes import Passes, is_compiled
@@ -170,7 +171,7 @@ class InBackward:
             return
         if slot.grad is not None:
             self._fold(window)
-        slot.grad = grad
+        slot.grad = grad = folding.of_this_rank(window, p, grad)
         self._bucket.append((p, slot))
         self._held += _bytes(grad)
         self._streams.note(p, grad)
@@ -241,14 +242,16 @@ class InBackward:
             if self._folded:
                 return
             for p, slot in self._bucket:
+                grad = like(p, slot.grad)
                 if p.grad is None:
-                    p.grad = slot.grad
+                    p.grad = grad
                 else:
-                    p.grad = p.grad + slot.grad if slot.grad.is_sparse else slot.grad + p.grad
+                    p.grad = p.grad + grad if grad.is_sparse else grad + p.grad
             if self._first:
                 window.begun = None
             self.forget()
 
 
 def _bytes(grad: Tensor) -> int:
+    grad = local(grad)
     return grad._values().nbytes if grad.is_sparse else grad.nbytes

@@ -228,7 +228,9 @@ class LiveGrads:
             if p.grad.dtype == torch.float64:  # without a grad_dtype autograd leaves it as a custom function returns it
                 p.grad = p.grad.float()
         grads: list[Tensor | None] = [None] * (place.part.last - place.part.first)
-        grads[place.k - place.part.first] = folding.acceptable(window, place.buffer, p, p.grad)
+        grads[place.k - place.part.first] = folding.acceptable(
+            window, place.buffer, p, folding.of_this_rank(window, p, p.grad)
+        )
         return grads
 
     def check_step(self, mean_of: object, sum_of: object) -> None:
@@ -267,7 +269,7 @@ class LiveGrads:
         for _, p in others:
             self._places[p].give_away()
         for k, p in others:
-            grad = folding.acceptable(window, buffer, p, p.grad)
+            grad = folding.acceptable(window, buffer, p, folding.of_this_rank(window, p, p.grad))
             in_buffer = any(torch._C._is_alias_of(grad, b.flat) for b in window.buffers)
             grads[k] = grad.clone() if in_buffer else grad
         return grads

@@ -46,3 +46,29 @@ def trace(param: Tensor, memory: Tensor) -> tuple[int, ...]:
     A DTensor and its local tensor count their versions each for itself.
     """
     return (param._version, memory._version, memory.data_ptr())
+
+
+def why_not_taken(param: Tensor) -> str | None:
+    """Why a DTensor cannot be a parameter here, in words that complete "because", and the way out; None if it can."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    other = [p for p in param.placements if not isinstance(p, Shard | _StridedShard | Replicate)]
+    if other:
+        return (
+            f"its placements {tuple(param.placements)} hold {other[0]}, and a parameter is sharded or replicated over "
+            "each mesh dimension; redistribute() it"
+        )
+    if param.device_mesh.get_coordinate() is None:
+        return "this rank is not in its mesh; build the optimizer on the ranks that hold it, over their parameters"
+    if (inner := type(param._local_tensor)).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return (
+            f"its local tensor is a {inner.__name__}, whose numbers are where only the class knows; give DTensors of "
+            "plain tensors, or leave it to another optimizer"
+        )
+    return None
+
+
+def is_shared(param: Tensor) -> bool:
+    """Whether `param` is a DTensor over several ranks."""
+    return is_distributed(param) and param.device_mesh.size() > 1

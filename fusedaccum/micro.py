@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from fusedaccum import capture, folding
-from fusedaccum.options import NAME, PLAIN, WEIGHTED
+from fusedaccum.local import is_shared
+from fusedaccum.options import NAME, PLAIN, WEIGHTED, parameters
 
 if TYPE_CHECKING:
     from fusedaccum.window import Window
@@ -111,6 +112,12 @@ def _takes_norm(window: Window, length: int) -> bool:
 def check_mode(window: Window, weighted: bool) -> None:
     """Refuse a micro-batch with item counts, or without, where the window cannot take it."""
     mode = WEIGHTED if weighted else PLAIN
+    if weighted and any(map(is_shared, parameters(window.optimizer))):
+        raise ValueError(
+            f"{NAME}: mean_of and sum_of weigh micro-batches by their items, and gradients of DTensor parameters are "
+            "means over ranks already, in which ranks with unequal counts weigh the same; leave the counts out, and "
+            "multiply each loss (a mean over n items) by n * ranks * steps / (items of the window on all ranks)"
+        )
     if weighted and window.options.reduction == "sum":
         raise ValueError(
             f"{NAME}: mean_of and sum_of are per-item means and reduction='sum' adds micro-batches up; "

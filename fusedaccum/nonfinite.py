@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from fusedaccum.folding import describe, times
+from fusedaccum.local import local
 from fusedaccum.options import NAME
+from fusedaccum.spread import agree
 
 if TYPE_CHECKING:
     from fusedaccum.flat_buffer import FlatBuffer
@@ -52,6 +54,8 @@ class NonFinite:
         """
         kept = self._look_here(window, grads, items) if self.looks and window.buffers else None
         if found_inf is not None:
+            found_inf = found_inf.detach().clone()
+            agree("the exchange of a GradScaler's overflows", window.buffers, found_inf)
             unharmed = (found_inf == 0).to(torch.float32)
             kept = unharmed if kept is None else times(kept, unharmed)
         if kept is not None and isinstance(items, Tensor):
@@ -64,6 +68,7 @@ class NonFinite:
         device = window.buffers[0].device
         found = [b.found_inf(g).to(device) for b, g in zip(window.buffers, grads, strict=True)]
         total = found[0] if len(found) == 1 else torch.stack(found).sum(0)
+        agree("the exchange of what is not finite", window.buffers, total)
         if self.policy == "raise":
             if bool(total) and not (isinstance(items, Tensor) and bool(items == 0)):
                 raise FloatingPointError(self._names(window))
@@ -72,8 +77,10 @@ class NonFinite:
 
     @staticmethod
     def _names(window: Window) -> str:
-        bad = [p for p in window.params if p.grad is not None and not bool(p.grad.to_dense().isfinite().all())]
+        grads = [(p, local(p.grad)) for p in window.params if p.grad is not None]
+        bad = [p for p, grad in grads if not bool(grad.to_dense().isfinite().all())]
         shown = ", ".join(describe(window, p) for p in bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
+        shown = shown or "what other ranks hold of the parameters"
         return (
             f"{NAME}: gradients must be finite with nonfinite='raise', got infinities or NaNs in {shown}; the window "
             "is as it was: zero_grad() drops this micro-batch, nonfinite='skip_micro' would have left it out"

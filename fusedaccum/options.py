@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from fusedaccum.backends import NAMES
 from fusedaccum.flat_buffer import FLOAT_DTYPES
+from fusedaccum.local import is_distributed, why_not_taken
 
 NAME = "FusedAccumOptimizer"
 PLAIN, WEIGHTED = "plain", "weighted"  # micro-batches without and with item counts
@@ -245,11 +246,14 @@ def check_params(params: list[Tensor]) -> None:
             )
         if not (p.requires_grad or p.grad is not None) or is_lazy(p):
             continue
-        if not is_plain(p):
+        if is_distributed(p):
+            if (reason := why_not_taken(p)) is not None:
+                raise TypeError(f"{NAME}: parameter {i} is a DTensor that is not supported because {reason}")
+        elif not is_plain(p):
             raise TypeError(
                 f"{NAME}: parameter {i} is a {type(p).__name__}, a tensor subclass with __torch_dispatch__, whose "
-                "numbers are where only the class knows; give plain tensors (for a DTensor, its to_local()), or leave "
-                "it to another optimizer"
+                "numbers are where only the class knows; give plain tensors or DTensors, or leave it to another "
+                "optimizer"
             )
         if p.is_inference():
             raise TypeError(

@@ -59,7 +59,8 @@ class RandomTable:
     """What the operators take as `random`, for one flat buffer.
 
     The stream of a segment is its parameter's position in the optimizer, so that it keeps its numbers in a buffer that
-    is built anew, on another device, or beside parameters that are frozen or not.
+    is built anew, on another device, or beside parameters that are frozen or not. Each shard of a DTensor has a stream
+    of its own, and replicas have the same: with another number of shards the numbers are others.
     """
 
     def __init__(self, rounding: Rounding, buffer: FlatBuffer) -> None:
@@ -86,4 +87,6 @@ class RandomTable:
 
     def _streams_now(self) -> list[int]:
         position = {id(p): i for i, p in enumerate(dict.fromkeys(parameters(self.rounding.optimizer)))}
-        return [position[id(p)] for p in self.buffer.params]
+        spread = self.buffer.spread
+        first = 0 if spread is None else len(position) * spread.shard
+        return [first + position[id(p)] for p in self.buffer.params]

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fusedaccum.flat_buffer import FlatBuffer, dense_stride, in_memory_order, to_device
-from fusedaccum.local import like, local, trace
+from fusedaccum.local import is_distributed, like, local, trace
 from fusedaccum.options import NAME, Options, parameters
 from fusedaccum.rounding import RandomTable, Rounding, check_rounded
 from fusedaccum.rules import RULES, AdamRule, HyperTable, OptimizerState, why_not_fused
@@ -297,9 +297,14 @@ def choose(optimizer: Optimizer, options: Options, more: Sequence[Tensor] = (), 
 
     live: whether `p.grad` is a view of the sums (steps=None).
 
-    Raises ValueError with the reason where an option needs the fused update and it is not possible, and for parameters
-    that cannot be rounded as was asked for.
+    Raises ValueError for DTensors beside a process_group, with the reason where an option needs the fused update and it
+    is not possible, and for parameters that cannot be rounded as was asked for.
     """
+    if options.process_group is not None and any(map(is_distributed, [*parameters(optimizer), *more])):
+        raise ValueError(
+            f"{NAME}: process_group={options.process_group} is given and a parameter is a DTensor, whose gradients "
+            "fully_shard() or tensor parallelism reduce over its own mesh; leave process_group out"
+        )
     reason = why_not_fused(optimizer, more)
     if options.update == "fused" and reason is not None:
         raise ValueError(f"{NAME}: update='fused' is not possible because {reason}; use update='auto' or 'wrapped'")
