@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedaccum import folding
+from fusedaccum import checkpoint_shards, folding
 from fusedaccum.checkpoint_fields import ABSENT, FIELDS, is_any_of
 from fusedaccum.flat_buffer import in_memory_order
-from fusedaccum.local import like, local
+from fusedaccum.local import is_distributed, local
 from fusedaccum.micro import Micro
 from fusedaccum.notices import warn
 from fusedaccum.options import NAME, PLAIN, WEIGHTED, is_lazy, parameters
@@ -45,6 +45,7 @@ def save(window: Window) -> dict[str, Any]:
     """The window under `KEY`. Tensors are live, as in torch: sums are views of the flat buffer, in parameters' shapes.
 
     sums, masters: one entry a parameter, None where there is none: float32, or complex64 sums of complex64 parameters.
+    sharded: what `checkpoint_shards.save` returns, sharded_sums: the parameters whose sums in there count.
     items: a tuple of one. rounding: what `Rounding.save` returns; () where it is to nearest. shapes: of the parameters.
     unstarted: indices of parameters whose momentum buffer no update has started. state_layout: a digest of which
     parameters have which state; state_witness: {that digest: True}, empty where there is no state, which
@@ -55,8 +56,9 @@ def save(window: Window) -> dict[str, Any]:
     _conform_moments(window)
     pending, kept, rounding = window.micro_batches, window.nonfinite.kept, _rounding(window)
     is_open = window.is_open
-    sums = [_saved_sum(window, p) if is_open else None for p in positions.values()]
-    masters = [_saved_master(window, p) for p in positions.values()]
+    plain = {i: None if is_distributed(p) else p for i, p in positions.items()}
+    sums = [_saved_sum(window, p) if is_open and p is not None else None for p in plain.values()]
+    masters = [None if p is None else _saved_master(window, p) for p in plain.values()]
     unstarted = _unstarted(window, positions)
     layout = _state_layout(window, positions, unstarted)
     # A function is not asked how long a window would be that nobody may begin.
@@ -78,6 +80,8 @@ def save(window: Window) -> dict[str, Any]:
         "rounding": rounding.save() if rounding is not None else (),
         "sums": tuple(sums),
         "masters": tuple(masters),
+        "sharded": checkpoint_shards.save(window, positions),
+        "sharded_sums": tuple(i for i, p in positions.items() if is_open and checkpoint_shards.holds_sum(window, p)),
         "shapes": _shapes(positions),
         "unstarted": unstarted,
         "state_layout": layout,
@@ -96,7 +100,6 @@ def _saved_sum(window: Window, p: Tensor) -> Tensor | None:
     view = window.boundary.undivided(window, buffer.view(k))
     if window.reduced is not None:
         view = view * window.reduced.share(window)
-    view = like(p, view)
     # The end of the window zeroes such a buffer, also the one that loading begins with; and torch.save takes no complex
     # tensor beside float ones over one storage.
     return view.clone() if buffer.keeps_zero or view.is_complex() else view
@@ -181,7 +184,10 @@ def check(window: Window, saved: Any) -> None:
     positions = _positions(window)
     _check_shapes(saved, positions)
     _check_tensors(saved, positions)
-    window.choose_update([p for i, p in positions.items() if saved["sums"][i] is not None])  # raises where none can be
+    checkpoint_shards.check(checkpoint_shards.complete(saved), positions)
+    window.choose_update(
+        [p for i, p in positions.items() if i in checkpoint_shards.sums(saved)]
+    )  # raises where none can be
     if saved["state_witness"] != ({saved["state_layout"]: True} if saved["state_layout"] else {}):
         raise ValueError(
             f"{NAME}: the saved optimizer has state for its parameters (moments, step counts) that did not come with "
@@ -189,7 +195,7 @@ def check(window: Window, saved: Any) -> None:
             "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer), then load again"
         )
     _warn_of_other_steps(window, saved)
-    if any(t is not None for t in (*saved["sums"], *saved["masters"])):
+    if checkpoint_shards.sums(saved) or any(t is not None for t in saved["masters"]):
         window.locate()  # here, because parameters that cannot be summed make it raise
         folding.follow(window, thorough=True)
 
@@ -198,7 +204,7 @@ def _check_counts(window: Window, saved: dict[str, Any]) -> None:
     """Refuse counts that no window can have, or none of this wrapper."""
     length, pending, mode, (items,) = saved["length"], saved["pending"], saved["mode"], saved["items"]
     counts_items = isinstance(items, Tensor) or items != 0
-    holds_sums = any(t is not None for t in saved["sums"])
+    holds_sums = bool(checkpoint_shards.sums(saved))
     begun = saved.get("begun", ABSENT["begun"])
     kinds = {mode, (WEIGHTED if begun[-1] else PLAIN) if begun else None} - {None}
     if (
@@ -297,8 +303,11 @@ def load(window: Window, saved: dict[str, Any] | None, state: dict[Any, Any]) ->
 
 
 def _take_tensors(window: Window, saved: dict[str, Any], positions: dict[int, Tensor]) -> None:
-    sums = {i: value for i, value in enumerate(saved["sums"]) if value is not None}
-    masters = {i: value for i, value in enumerate(saved["masters"]) if value is not None}
+    sums, masters = (
+        checkpoint_shards.sums(saved),
+        {i: value for i, value in enumerate(saved["masters"]) if value is not None},
+    )
+    masters.update(checkpoint_shards.complete(saved)["sharded"]["masters"])
     if sums or masters:
         window.locate()
     for i, value in sums.items():

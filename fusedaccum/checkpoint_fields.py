@@ -60,6 +60,13 @@ def _are_tensors(value: Any) -> bool:
     )
 
 
+def _are_shards(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(held := value.get(kind), dict) and all(isinstance(t, Tensor) for t in held.values())
+        for kind in ("sums", "masters")
+    )
+
+
 # What every field must be: (in words, test).
 FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "steps": ("an int of at least 1, the micro-batches per window", lambda v: _is_count(v, 1)),
@@ -77,6 +84,8 @@ FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "begun": ("a tuple: empty, or (scale, items or None, bool) of a micro-batch that was folded in part", _is_begun),
     "sums": ("a tuple of dense tensors and None", _are_tensors),
     "masters": ("a tuple of dense tensors and None", _are_tensors),
+    "sharded": ("a dict of sums and masters, each one a dict of DTensors", _are_shards),
+    "sharded_sums": ("a tuple of parameter indices", lambda v: isinstance(v, tuple) and all(map(_is_count, v))),
     "shapes": (
         "a tuple of tuples of ints and None",
         lambda v: (
@@ -89,4 +98,10 @@ FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 
 # Fields that earlier releases did not write, and what their absence says.
-ABSENT: dict[str, Any] = {"rounding": (), "dropped": False, "begun": ()}
+ABSENT: dict[str, Any] = {
+    "rounding": (),
+    "dropped": False,
+    "begun": (),
+    "sharded": {"sums": {}, "masters": {}},
+    "sharded_sums": (),
+}

@@ -121,6 +121,16 @@ class FusedUpdate:
         masters.refresh([k])
         return like(buffer.params[k], masters.tensors[k].as_strided(buffer.shapes[k], buffer.strides[k]))
 
+    def made_master(self, buffer: FlatBuffer, k: int) -> Tensor | None:
+        """`master`, which is made where there is none yet."""
+        masters = self.side(buffer).masters
+        if masters is None or buffer.data(k).dtype == torch.float32:
+            return None
+        masters.refresh([k])
+        if not buffer.numels[k]:  # a shard without elements
+            return like(buffer.params[k], torch.empty(buffer.shapes[k], dtype=torch.float32, device=buffer.device))
+        return self.master(buffer, k)
+
     def parked_master(self, param: Tensor) -> Tensor | None:
         """The master of a parameter without a segment, in its shape, brought up to date; None where there is none."""
         master, stride, seen = self.parked.get(param, (None, (), None))
