@@ -71,16 +71,22 @@ def check(saved: dict[str, Any], positions: dict[int, Tensor]) -> None:
     if lost:
         raise ValueError(
             f"{NAME}: the saved window holds sums of DTensor parameters {lost}, and they did not come with this dict, "
-            "because here these parameters are no DTensors, or are frozen; shard and freeze the model as it was saved "
-            "(a mesh of one rank will do)"
+            "because here these parameters are no DTensors, or are frozen; shard and freeze the model as it was saved, "
+            "be it over one rank, then load again"
         )
     for kind in KINDS:
+        for i, p in positions.items():
+            if is_distributed(p) and saved[kind][i] is not None:
+                raise ValueError(
+                    f"{NAME}: the saved window holds a plain tensor in {kind} for parameter {i}, which is a DTensor "
+                    "here; load it into the model as it was, before sharding"
+                )
         for i, value in held[kind].items():
             p = positions.get(i)
             if p is None or not is_distributed(p):
                 raise ValueError(
                     f"{NAME}: the saved window holds a DTensor in {kind} for parameter {i}, which is none here; shard "
-                    "the model as it was saved (a mesh of one rank will do)"
+                    "the model as it was saved, be it over one rank, then load again"
                 )
             _check_value(kind, i, value, p)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from fusedaccum import capture, folding, modes
 from fusedaccum.flat_buffer import FlatBuffer, Part
 from fusedaccum.hooks import ParameterHooks
+from fusedaccum.local import like, local
 from fusedaccum.notices import warn
 from fusedaccum.ops import TOUCHED
 from fusedaccum.options import NAME, parameters
@@ -33,25 +34,26 @@ class Place:
 
     def __post_init__(self) -> None:
         self.look()
-        self.address = self.view.data_ptr()
+        self.address = local(self.view).data_ptr()
         self.marks = self.buffer.marks.numpy()  # an element of it is set in a tenth of the time
 
     def look(self) -> None:
         """Make the view. Its version counter is its own: what is folded for others is no change of it."""
-        self.view = self.buffer.view(self.k).data
+        self.view = like(self.buffer.params[self.k], self.buffer.view(self.k).data)
 
     def give_away(self) -> None:
         """Something else is about to be put here: whoever has kept the view keeps its values, as without us.
 
         It is ours alone where this object and the call hold it. Views of it are not seen.
         """
+        memory = local(self.view)
         if sys.getrefcount(self.view) > 2 or self.view._use_count() > 1:
-            self.view.data = self.view.data.clone()
+            memory.data = memory.data.clone()
             self.look()
 
     def is_view(self, grad: Tensor | None) -> bool:
         """Whether `grad` is the view, and shows the sum: `p.grad.data = ...` has it show something else."""
-        return grad is self.view and grad.data_ptr() == self.address
+        return grad is self.view and local(grad).data_ptr() == self.address
 
 
 class LiveGrads:
@@ -202,7 +204,7 @@ class LiveGrads:
         try:
             grads = self._alone(window, p, place)
             if p.is_cuda:
-                self._streams.note(p, p.grad)
+                self._streams.note(p, local(p.grad))
                 self._streams.join([p])
             if p not in self._away:
                 place.give_away()

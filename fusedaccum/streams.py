@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from fusedaccum.local import is_distributed
+
 
 class Streams:
     """Orders what hooks launch. On a CPU there is nothing to order."""
@@ -39,6 +41,8 @@ class Streams:
                 stream, grad = self._of.pop(p)
                 if stream != here:
                     before.add(stream)
+                # FSDP2 makes gradients on one of its streams and may end them on another.
+                if stream != here or is_distributed(p):
                     for memory in (grad._indices(), grad._values()) if grad.is_sparse else (grad,):
                         memory.record_stream(here)  # it is not given to anybody else before that
             for stream in before - {here}:
