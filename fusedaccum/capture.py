@@ -110,6 +110,8 @@ class Graphs:
             return "steps is a function, which only the host can call; set steps to a number"
         if window.ranks is not None:
             return "process_group is given, and at its end hosts tell each other of the window; leave it out"
+        if any(buffer.spread is not None for buffer in window.buffers):
+            return "a parameter is a DTensor, and at a window's end its ranks tell each other of it; step outside of it"
         if weighted:
             return "item counts are given, which the host reads; leave mean_of and sum_of out"
         if window.options.amp_scaling:

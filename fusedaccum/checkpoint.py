@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedaccum import checkpoint_shards, folding
+from fusedaccum import checkpoint_shards, folding, loaded_state
 from fusedaccum.checkpoint_fields import ABSENT, FIELDS, is_any_of
 from fusedaccum.flat_buffer import in_memory_order
 from fusedaccum.local import is_distributed, local
@@ -278,22 +278,23 @@ def _warn_of_other_steps(window: Window, saved: dict[str, Any]) -> None:
         )
 
 
-def load(window: Window, saved: dict[str, Any] | None, state: dict[Any, Any]) -> None:
+def load(window: Window, saved: dict[str, Any] | None, state_dict: dict[str, Any]) -> None:
     """Make a saved window the open one, after the wrapped optimizer has loaded its part. Copies, as torch does.
 
     saved: what `save` returned, checked; None closes an open window, as a bare optimizer's dict does.
-    state: the "state" of the loaded dict, whose FP32 moments torch has cast to the parameter's dtype.
+    state_dict: the loaded dict, whose FP32 moments torch has cast to the parameter's dtype.
     """
     window.graphs.forget()
     window.reset()
     positions = _positions(window)
-    _own_state(window, state, positions)
+    state = loaded_state.by_position(window.optimizer, state_dict, positions)
+    loaded_state.make_own(window.optimizer, state, positions)
     if isinstance(window.update, FusedUpdate):
         window.update.forget_masters()
         if window.update.rounding is not None:
             window.update.rounding.load((saved or ABSENT).get("rounding", ()))
         if window.update.state_dtype is not None:
-            _restore_moments(window.update, state, positions)
+            loaded_state.restore_moments(window.update, state, positions)
     if saved is None:
         return
     for i in saved["unstarted"]:
@@ -341,29 +342,6 @@ def _take_counts(window: Window, saved: dict[str, Any]) -> None:
         scale_is = window.length if window.options.reduction == "mean" else 1
         if scale_was != scale_is:
             window.rescale(scale_was / scale_is)
-
-
-def _own_state(window: Window, state: dict[Any, Any], positions: dict[int, Tensor]) -> None:
-    """Copy what torch's loader has taken over from the dict as it was: two optimizers must not share their moments."""
-    for i, entries in state.items():
-        if i not in positions or not isinstance(entries, dict):
-            continue
-        mine = window.optimizer.state[positions[i]]
-        for key, value in entries.items():
-            if isinstance(value, Tensor) and mine.get(key) is value:
-                mine[key] = value.detach().clone()
-
-
-def _restore_moments(update: FusedUpdate, state: dict[Any, Any], positions: dict[int, Tensor]) -> None:
-    """Put moments back whose bits torch's loader has rounded to the parameter's dtype."""
-    dtype = update.state_dtype
-    for i, entries in state.items():
-        p = positions.get(i)
-        if p is None or p.dtype == dtype or not isinstance(entries, dict):
-            continue
-        for slot in update.rule.slots:
-            if isinstance(value := entries.get(slot), Tensor):
-                update.optimizer.state[p][slot] = value.detach().to(device=p.device, dtype=dtype, copy=True)
 
 
 def pack(window: Window) -> dict[str, Any]:

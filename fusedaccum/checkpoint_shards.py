@@ -25,22 +25,20 @@ KINDS = ("sums", "masters")
 def save(window: Window, positions: dict[int, Tensor]) -> dict[str, dict[int, Tensor]]:
     """{"sums": {index: DTensor}, "masters": {index: DTensor}} of the parameters that can get gradients.
 
-    Live, as the other tensors of a state dict. Sums that the window does not hold read as zeros, so that a dict is the
-    same however often it is asked for. With steps=None there are none.
+    Sums are copies: torch.save takes no DTensor over a part of a storage. Those that the window does not hold read as
+    zeros. With steps=None there are none. Masters are live, as the other tensors of a state dict.
     """
     found: dict[str, dict[int, Tensor]] = {kind: {} for kind in KINDS}
     shared = {i: p for i, p in positions.items() if is_distributed(p) and p.requires_grad}
     if not shared or any(p.is_meta for p in shared.values()):
         return found
     window.locate()
-    for buffer in window.buffers:
-        if buffer.spread is not None and window.live is None:
-            buffer.zero_untouched()
     for i, p in shared.items():
         buffer, k = window.place[p]
         if window.live is None:
-            view = like(p, window.boundary.undivided(window, buffer.view(k)))
-            found["sums"][i] = view.clone() if buffer.keeps_zero or view.is_complex() else view
+            view = buffer.view(k)
+            held = window.boundary.undivided(window, view).clone() if buffer.is_touched(k) else torch.zeros_like(view)
+            found["sums"][i] = like(p, held)
         if isinstance(window.update, FusedUpdate) and (master := window.update.made_master(buffer, k)) is not None:
             found["masters"][i] = master
     return found

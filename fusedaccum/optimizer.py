@@ -352,7 +352,7 @@ class FusedAccumOptimizer(Asked, OverRanks, Optimizer):
                 saved = deepcopy(saved)  # closing the window zeroes what was handed out, and these may be views of it
         with modes.no_grad():
             self._window.optimizer.load_state_dict(state_dict)
-            checkpoint.load(self._window, saved, state_dict["state"])
+            checkpoint.load(self._window, saved, state_dict)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

@@ -47,14 +47,25 @@ class Spread:
 
         Each rank adds up in order of ranks, mesh dimension by mesh dimension.
         """
-        total = values.to(self.device_type)  # parameters that are offloaded to the CPU belong to a mesh of GPUs
+        total = values
         for d in self._sharded:
-            ranks = self._ranks[d]
-            gathered = torch.empty(ranks.size * total.numel(), dtype=total.dtype, device=total.device)
-            with ranks.saying(what):
-                all_gather_single(gathered, total.reshape(-1), group=ranks.group)
-            total = gathered.view(ranks.size, *total.shape).sum(0)
-        return total.to(values.device)
+            total = self._of_all(what, d, total).sum(0)
+        return total
+
+    def greatest(self, what: str, values: Tensor) -> Tensor:
+        """The largest of `values`, element by element, among all ranks of the mesh; NaN where one of them is."""
+        for d in self._ranks:
+            values = self._of_all(what, d, values).amax(0)
+        return values
+
+    def _of_all(self, what: str, d: int, values: Tensor) -> Tensor:
+        """`values` of all ranks along mesh dimension `d`, in a new first dimension."""
+        ranks = self._ranks[d]
+        mine = values.to(self.device_type)  # parameters that are offloaded to the CPU belong to a mesh of GPUs
+        everybody = torch.empty(ranks.size * mine.numel(), dtype=mine.dtype, device=mine.device)
+        with ranks.saying(what):
+            all_gather_single(everybody, mine.reshape(-1), group=ranks.group)
+        return everybody.view(ranks.size, *values.shape).to(values.device)
 
     def largest(self, what: str, values: Tensor) -> None:
         """Make every element of `values` the largest of all ranks of the mesh, replicas included."""
@@ -62,8 +73,12 @@ class Spread:
             ranks.largest(what, values)
 
 
+def spreads(buffers: Iterable[FlatBuffer]) -> Iterable[Spread]:
+    """One for each mesh that parameters in `buffers` are spread over."""
+    return {buffer.spread.key[0]: buffer.spread for buffer in buffers if buffer.spread is not None}.values()
+
+
 def agree(what: str, buffers: Iterable[FlatBuffer], values: Tensor) -> None:
     """Make every element of `values` the largest of all ranks that hold a part of `buffers`' parameters."""
-    meshes = {buffer.spread.key[0]: buffer.spread for buffer in buffers if buffer.spread is not None}
-    for spread in meshes.values():
+    for spread in spreads(buffers):
         spread.largest(what, values)

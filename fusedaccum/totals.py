@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from fusedaccum.flat_buffer import FlatBuffer
+from fusedaccum.spread import spreads
 
 if TYPE_CHECKING:
     from fusedaccum.window import Window
@@ -16,16 +17,22 @@ def total(window: Window, buffers: list[FlatBuffer]) -> Tensor:
     """The sum of squares of what the window holds in `buffers`: float64[1] on the first one's device.
 
     Of DTensors it is that of whole parameters: shards are added up, replicas counted once, and all ranks of a mesh get
-    the same bits. A collective where there are shards: every rank has to call it, with the same buffers.
+    the same bits. Plain tensors beside DTensors count once too, as copies that every rank has; should they differ, the
+    largest counts for all. A collective where there are DTensors: every rank has to call it, with the same buffers.
     """
-    first = buffers[0]
-    sums = None
+    device = buffers[0].device
+    plain = [buffer.square_total() for buffer in buffers if buffer.spread is None]
+    sums = []
+    if plain:
+        mine = sum((other.to(device) for other in plain[1:]), plain[0].to(device))
+        for spread in spreads(buffers):
+            mine = spread.greatest("the sum of squares of what is not sharded", mine)
+        sums.append(mine)
     for buffer in buffers:
-        mine = buffer.square_total()
         if buffer.spread is not None:
-            mine = buffer.spread.total("the sum of squares over shards", mine)
-        sums = mine if sums is None else sums + mine.to(first.device)
-    return sums
+            shards = buffer.spread.total("the sum of squares over shards", buffer.square_total())
+            sums.append(shards.to(device))
+    return sum(sums[1:], sums[0])
 
 
 def agree_on_live(buffers: list[FlatBuffer]) -> None:

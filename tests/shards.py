@@ -49,8 +49,8 @@ def loss_of(model, index, rank=None):
 
 
 def whole(tensors):
-    """Full tensors of DTensors, or tensors as they are."""
-    return [t.detach().full_tensor() if hasattr(t, "full_tensor") else t.detach().clone() for t in tensors]
+    """Copies of the full tensors of DTensors, and of plain tensors."""
+    return [(t.detach().full_tensor() if hasattr(t, "full_tensor") else t.detach()).clone() for t in tensors]
 
 
 def policy(reduce_dtype):

@@ -9,7 +9,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 from torch.optim import SGD, AdamW
 from wrapper_helpers import (
     LOW_PRECISION,
@@ -234,3 +234,18 @@ def test_a_warm_up_from_zero_whose_first_gradients_are_zero(update):
         w.step()
         assert w.pending == pending
     assert inner.state[p]["step"] == 1
+
+
+def test_moments_of_their_own_dtype_through_torchs_helpers():
+    """They name the state by the parameters' names, and torch's loader casts it to the parameters' dtype."""
+    models = [torch.nn.Linear(3, 2).bfloat16() for _ in range(2)]
+    old, new = (wrap(AdamW(m.parameters(), lr=0.1), 1, master_weights=True, state_dtype=torch.float32) for m in models)
+    models[0](uniform(4, 3, dtype=torch.bfloat16)).sum().backward()
+    old.step()
+    weights, moments = get_state_dict(models[0], old)
+    set_state_dict(models[1], new, model_state_dict=weights, optim_state_dict=moments)
+    for p, q in zip(*(m.parameters() for m in models), strict=True):
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert new.state[q][key].dtype == torch.float32
+            assert bits(new.state[q][key]) == bits(old.state[p][key])
+            assert new.state[q][key] is not old.state[p][key]
