@@ -57,7 +57,8 @@ class FusedAccumOptimizer(Asked, OverRanks, Optimizer):
             opt.step()                     # folds the gradients; every 8th call updates the parameters
             opt.zero_grad()
 
-    optimizer: any torch.optim.Optimizer over float32, bfloat16, float16 or complex64 parameters. LBFGS is refused.
+    optimizer: any torch.optim.Optimizer over float32, bfloat16, float16 or complex64 parameters, plain tensors or
+        DTensors (of `fully_shard` or tensor parallelism, which reduce their gradients). LBFGS is refused.
     steps: micro-batches per window, an int of at least 1, or a function of the coming update's index (from 0) that
         returns one. It is called as a window begins; a window that was skipped counts no update. Set later, it holds
         from the next window. None where the caller decides, as frameworks do that accumulate by themselves: every
@@ -78,8 +79,8 @@ class FusedAccumOptimizer(Asked, OverRanks, Optimizer):
         is not seen.
     rounding: "stochastic" has the fused update round bfloat16 parameters up or down at random and right in the mean, so
         that small updates are not lost and no masters are needed. Not with float16 parameters or `master_weights`.
-    rounding_seed: of that, 0 to 2**63 - 1. The same seed gives the same bits on every backend and rank; torch's own
-        generators play no part. `load_state_dict` goes on with the saved seed and number of updates; with this seed and
+    rounding_seed: of that, 0 to 2**63 - 1. The same seed gives the same bits on every backend and rank (shards of a
+        DTensor have numbers of their own); torch's own generators play no part. `load_state_dict` goes on with the saved seed and number of updates; with this seed and
         from 0 where the dict has none.
     amp_scaling: take scale and overflow flag from a `torch.amp.GradScaler` and unscale in the fold, which nothing waits
         for and which float16 parameters need. A micro-batch that overflowed is left out of the window's mean, as under

@@ -69,8 +69,11 @@ class Spread:
 
     def largest(self, what: str, values: Tensor) -> None:
         """Make every element of `values` the largest of all ranks of the mesh, replicas included."""
+        there = values.to(self.device_type)
         for ranks in self._ranks.values():
-            ranks.largest(what, values)
+            ranks.largest(what, there)
+        if there is not values:
+            values.copy_(there)
 
 
 def spreads(buffers: Iterable[FlatBuffer]) -> Iterable[Spread]:

@@ -289,6 +289,8 @@ class _FusedSide:
             self.random.read() if self.random is not None else None,
             buffer.zero_in_pass,
         )
+        if buffer.spread is not None:  # the operator has told autograd of the local tensors alone
+            torch.autograd.graph.increment_version([buffer.params[k] for k in self.segments])
         buffer.was_zeroed = buffer.zero_in_pass
         for k in copies:
             memory[k].copy_(params[k].as_strided(buffer.shapes[k], buffer.strides[k]))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from capture_runs import MAKERS, N, Run, cpu_as_device, data, every_maker, lr, pair, used  # noqa: F401
 from graph_model import capturing
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import AdamW
-from wrapper_helpers import LOW_PRECISION, tidy  # noqa: F401
+from wrapper_helpers import LOW_PRECISION, tidy, wrap  # noqa: F401
 
 pytestmark = LOW_PRECISION
 
@@ -238,6 +241,23 @@ def test_the_end_of_an_eager_window_is_refused(monkeypatch):
     assert run.w.flush()
     assert twin.w.flush()
     assert run.same_as(twin)
+
+
+def test_dtensors_are_refused(monkeypatch, tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        p = torch.nn.Parameter(distribute_tensor(torch.ones(3), mesh, [Shard(0)]))
+        w = wrap(MAKERS["adamw"]([p]), 1)
+        for _ in range(2):
+            p.grad = distribute_tensor(torch.ones(3), mesh, [Shard(0)])
+            w.step()
+        p.grad = distribute_tensor(torch.ones(3), mesh, [Shard(0)])
+        with capturing(monkeypatch), pytest.raises(RuntimeError, match="a parameter is a DTensor.*step outside"):
+            w.step()
+        assert (w.updates, w.pending) == (2, 0)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_item_counts_are_refused(monkeypatch):

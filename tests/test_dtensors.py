@@ -249,7 +249,9 @@ def life():
     wrapper.register_step_pre_hook(lambda *_: [wrapper.master_grad(p).mul_(10.0), None][1])
     for w, param in ((wrapper, p), (twin, q)):
         param.grad = p_grad(4.0)
+        version = param._version
         w.step()
+        assert param._version > version  # as autograd has to know
         said.append(param.full_tensor().tolist())
     said.append(grad.full_tensor().tolist())
     return said
