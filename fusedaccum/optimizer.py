@@ -80,8 +80,8 @@ class FusedAccumOptimizer(Asked, OverRanks, Optimizer):
     rounding: "stochastic" has the fused update round bfloat16 parameters up or down at random and right in the mean, so
         that small updates are not lost and no masters are needed. Not with float16 parameters or `master_weights`.
     rounding_seed: of that, 0 to 2**63 - 1. The same seed gives the same bits on every backend and rank (shards of a
-        DTensor have numbers of their own); torch's own generators play no part. `load_state_dict` goes on with the saved seed and number of updates; with this seed and
-        from 0 where the dict has none.
+        DTensor have numbers of their own); torch's own generators play no part. `load_state_dict` goes on with the
+        saved seed and number of updates; with this seed and from 0 where the dict has none.
     amp_scaling: take scale and overflow flag from a `torch.amp.GradScaler` and unscale in the fold, which nothing waits
         for and which float16 parameters need. A micro-batch that overflowed is left out of the window's mean, as under
         nonfinite="skip_micro", and counts as one of its `steps`; without this option it never reaches `step()`.

@@ -253,7 +253,7 @@ def test_dtensors_are_refused(monkeypatch, tmp_path):
             p.grad = distribute_tensor(torch.ones(3), mesh, [Shard(0)])
             w.step()
         p.grad = distribute_tensor(torch.ones(3), mesh, [Shard(0)])
-        with capturing(monkeypatch), pytest.raises(RuntimeError, match="a parameter is a DTensor.*step outside"):
+        with capturing(monkeypatch), pytest.raises(RuntimeError, match=r"a parameter is a DTensor.*step outside"):
             w.step()
         assert (w.updates, w.pending) == (2, 0)
     finally:

@@ -262,6 +262,43 @@ def test_sums_are_shown_as_dtensors_and_copied():
         assert said == [[0.0] * 3, (True, True, [1.0] * 3), [-30.0] * 3, [-3.0] * 3, [0.0] * 3]
 
 
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise OSError("half-way")
+
+
+def changes():
+    """Masters follow parameters that are written to from outside; a backward that fails leaves its gradients."""
+    mesh, said = mesh_of(), []
+    p = Parameter(distributed(torch.ones(3, dtype=torch.bfloat16), mesh, [Shard(0)]))
+    wrapper = FusedAccumOptimizer(SGD([p], lr=0.25), 1, master_weights=True)
+    for write in (lambda: None, lambda: p.mul_(4.0), lambda: p.to_local().add_(8.0)):
+        with torch.no_grad():
+            write()
+        p.grad = distributed(torch.ones(3, dtype=torch.bfloat16), mesh, [Shard(0)])
+        wrapper.step()
+        said.append(p.full_tensor().tolist())
+    first, last = (Parameter(distributed(torch.ones(2), mesh, [Shard(0)])) for _ in range(2))
+    failing = FusedAccumOptimizer(SGD([first, last], lr=1.0), 2, fold="backward")
+    with pytest.raises(OSError, match="half-way"):
+        ((Fails.apply(first) * 2).sum() + (last * 3).sum()).full_tensor().backward()
+    said.append((first.grad, last.grad.placements == last.placements, last.grad.full_tensor().tolist()))
+    failing.step()
+    said.append(failing.master_grad(last).full_tensor().tolist())
+    failing.reset()
+    return said
+
+
+def test_changes_from_outside_and_failures():
+    for said in on_ranks(2, changes):
+        assert said == [[0.75] * 3, [2.75] * 3, [10.5] * 3, (None, True, [3.0] * 2), [1.5] * 2]
+
+
 def rounds(shape, placements):
     """bf16 parameters that are rounded at random: this rank's elements after each of two updates."""
     mesh, found = mesh_of(*shape), []
