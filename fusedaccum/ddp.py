@@ -1,0 +1,250 @@
+"""DistributedDataParallel: which of its models hold a wrapper's parameters, whether it has reduced their gradients, and
+a communication hook with which it reduces none.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from fusedaccum import ddp_rules
+from fusedaccum.options import NAME, parameters
+
+if TYPE_CHECKING:
+    from fusedaccum.window import Window
+
+
+@dataclass(eq=False)
+class Watch:
+    """What is known of the forwards of one model. users: the `Models` that ask."""
+
+    forwards: int = 0  # that autograd has recorded
+    synced: bool = True  # whether DDP reduces after the last of them
+    users: weakref.WeakSet[Models] = field(default_factory=weakref.WeakSet)
+    handle: RemovableHandle | None = None
+
+
+_watches: weakref.WeakKeyDictionary[DistributedDataParallel, Watch] = weakref.WeakKeyDictionary()
+
+
+def _after_forward(model: DistributedDataParallel, args: Any, output: Any) -> None:
+    """A forward hook. At the top of the module, so that a model can be pickled with it."""
+    watch = _watches.get(model)
+    if watch is None:  # a copy of a model that was watched
+        return
+    if not watch.users:
+        watch.handle.remove()
+        del _watches[model]
+    elif torch.is_grad_enabled():
+        watch.forwards += 1
+        watch.synced = _syncs(model)
+
+
+def _syncs(model: DistributedDataParallel) -> bool:
+    """Whether DDP will reduce, or has reduced, what comes of the last forward.
+
+    `require_forward_param_sync` is what that forward has found, whoever has entered or left no_sync() since. It says no
+    after a forward without gradients too, which is why forwards are watched.
+    """
+    return model.require_backward_grad_sync if model._use_python_reducer else model.require_forward_param_sync
+
+
+@dataclass(eq=False)
+class Held:
+    """A model, and those of a wrapper's parameters that it reduces."""
+
+    known: weakref.ref[DistributedDataParallel]
+    params: list[Tensor]
+    watch: Watch
+    seen: int = 0  # forwards, at the last look
+    copied: list[Tensor] = field(default_factory=list)  # whose `p.grad` is about to be what DDP copies there
+
+    @property
+    def model(self) -> DistributedDataParallel:
+        return self.known()
+
+    @property
+    def hooked(self) -> bool:
+        """Whether `ddp_hook` is its communication hook."""
+        return any(hook is ddp_hook for hook, _ in self.model._comm_hooks)
+
+    def has_gradients(self, first: Tensor | None) -> bool:
+        """Whether there are any of its parameters, one of which `first` is that gets one now."""
+        return any(p is first or p.grad is not None for p in self.params)
+
+
+class Models:
+    """The models that hold parameters of one wrapper.
+
+    Nothing but the garbage collector knows of all models. They are looked for when the wrapper is built, and again
+    after its parameters were; from then on a hook tells of their forwards.
+    """
+
+    def __init__(self) -> None:
+        self._found: list[Held] | None = None
+        self._warned = self._live_checked = False
+        self.checked: set[int] = set()  # models of which `ddp_rules` has seen what never changes
+
+    def forget(self) -> None:
+        """Look for models again at the next question."""
+        self._found, self._live_checked = None, False
+        self.checked.clear()
+
+    def close(self) -> None:
+        """Have no part in forwards any more."""
+        for held in self._found or ():
+            held.watch.users.discard(self)
+            if not held.watch.users and held.watch.handle is not None:
+                held.watch.handle.remove()
+                if held.model is not None:
+                    _watches.pop(held.model, None)
+        self._found = []
+
+    def of(self, window: Window) -> Sequence[Held]:
+        """All of them."""
+        if self._found is None:
+            if not (dist.is_available() and dist.is_initialized()):
+                return ()
+            mine = {id(p): p for p in parameters(window.optimizer)}
+            self._found = []
+            for model in [m for m in gc.get_objects() if issubclass(type(m), DistributedDataParallel)]:
+                params = [mine[id(p)] for p in _reduced_by(model) if id(p) in mine]
+                if params:
+                    watch = _watch(model)
+                    watch.users.add(self)
+                    self._found.append(Held(weakref.ref(model), params, watch, watch.forwards))
+        return [held for held in self._found if held.model is not None]
+
+    def shared(self, window: Window) -> list[Held]:
+        """Those on more than one rank."""
+        return [held for held in self.of(window) if held.model.process_group.size() > 1]
+
+    def check(self, window: Window, weighted: bool, first: Tensor | None = None) -> None:
+        """Refuse gradients that nobody reduces, or that are folded before DDP reduces them. Raises RuntimeError.
+
+        weighted: whether the micro-batch counts items. first: with fold="backward", whose gradient has come.
+        """
+        for held in self._taking_part(window, first):
+            reduces = held.watch.synced and not held.hooked
+            if window.ranks is None:
+                ddp_rules.check_alone(window, held, reduces)
+                continue
+            ddp_rules.check_with_group(window, held, reduces, weighted)
+            if reduces and not self._warned:
+                self._warned = True
+                ddp_rules.warn_twice(held)
+
+    def _taking_part(self, window: Window, first: Tensor | None) -> list[Held]:
+        """The models that the gradients of this micro-batch come from.
+
+        A model that was not called since the last look is one of them where nobody else was that has its parameters:
+        it may be left over from before the model was wrapped again.
+        """
+        shared = self.shared(window)
+        ran = [held for held in shared if held.watch.forwards > held.seen]
+        for held in ran:
+            held.seen = held.watch.forwards
+        taken = {id(p) for held in ran for p in held.params}
+        others = [held for held in shared if held not in ran and not any(id(p) in taken for p in held.params)]
+        if first is None:
+            ran = [held for held in ran if held.has_gradients(None)]
+        return ran + [held for held in others if held.has_gradients(first)]
+
+    def check_counts(self, window: Window) -> None:
+        """Refuse item counts that DDP's own mean over ranks does not know of. Raises ValueError."""
+        if window.ranks is None and (shared := self.shared(window)):
+            ddp_rules.refuse_counts(shared[0])
+
+    def check_live(self, window: Window) -> None:
+        """Refuse steps=None where DDP takes no FP32 gradients. Raises TypeError."""
+        if not self._live_checked:
+            for held in self.of(window):
+                ddp_rules.check_live(held)
+            self._live_checked = True
+
+    def take(self, window: Window, bucket: dist.GradBucket) -> None:
+        """`ddp_hook` was called: DDP is about to copy `bucket` into `p.grad`, zeros where there was no gradient."""
+        held = self._holder(window, params := bucket.parameters())
+        if bucket.index() == 0:
+            held.copied = []  # of a backward that has failed
+        in_backward = window.in_backward is not None
+        held.copied += [p for p in params if in_backward or p.grad is None]
+        if bucket.is_last():  # DDP has its own callback queued before ours is called, but not before it is queued
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            queue(lambda: queue(lambda: _drop_copies(window, held)))
+
+    def _holder(self, window: Window, params: list[Tensor]) -> Held:
+        for _ in range(2):
+            for held in self.of(window):
+                mine = set(map(id, held.params))
+                if mine.issuperset(map(id, params)):
+                    return held
+            self.forget()  # the model is newer than the last look
+        raise ddp_rules.not_ours(window, params)
+
+
+def _watch(model: DistributedDataParallel) -> Watch:
+    if (watch := _watches.get(model)) is None:
+        watch = _watches[model] = Watch(synced=_syncs(model))
+        watch.handle = model.register_forward_hook(_after_forward)
+    return watch
+
+
+def _reduced_by(model: DistributedDataParallel) -> list[Tensor]:
+    """The parameters whose gradients DDP reduces."""
+    return [p for name, p in model.module.named_parameters() if name not in model.parameters_to_ignore]
+
+
+def _drop_copies(window: Window, held: Held) -> None:
+    """What DDP has copied into `p.grad` is no gradient: it was folded, or there was none on this rank."""
+    left = None if window.in_backward is None else window.in_backward.left
+    for p in held.copied:
+        if p is not left:
+            p.grad = None
+    held.copied = []
+
+
+def ddp_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
+    """A communication hook that sends nothing: the wrapper reduces the window, once.
+
+        opt = FusedAccumOptimizer(optimizer, steps=8, process_group=group)
+        model = DistributedDataParallel(model)
+        model.register_comm_hook(opt, fusedaccum.ddp_hook)
+
+    state: the wrapper, which has a process_group and holds every parameter of the model. bucket: a
+    torch.distributed.GradBucket, whose tensor is returned as it is, in a torch.futures.Future. With fold="step" `step()` reads the gradients of this rank from `p.grad`; with fold="backward" they
+    were folded when DDP learns of them, and what it copies into `p.grad` is dropped.
+
+    Raises, inside the backward, TypeError for a state that is no wrapper, RuntimeError for one without a process_group
+    or after its `close()`, and for a model that holds parameters of others.
+    """
+    window = ddp_rules.window_of(state)
+    ddp_rules.check_hook(window, bucket)
+    window.ddp.take(window, bucket)
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def no_sync(window: Window, model: Any) -> AbstractContextManager[None]:
+    """See `FusedAccumOptimizer.no_sync`."""
+    model = getattr(model, "_orig_mod", model)  # what torch.compile has returned
+    ddp_rules.check_no_sync(window, model)
+    if not any(held.model is model for held in window.ddp.of(window)):
+        window.ddp.forget()
+        if not any(held.model is model for held in window.ddp.of(window)):
+            raise ValueError(
+                f"{NAME}: no_sync() was given a model that holds none of this optimizer's parameters; give the "
+                "DistributedDataParallel model that the optimizer's parameters are in"
+            )
+    return model.no_sync()
