@@ -51,12 +51,14 @@ def _after_forward(model: DistributedDataParallel, args: Any, output: Any) -> No
 
 
 def _syncs(model: DistributedDataParallel) -> bool:
-    """Whether DDP will reduce, or has reduced, what comes of the last forward.
+    """Whether DDP will reduce, or has reduced, what comes of the last forward: nothing where there was none.
 
     `require_forward_param_sync` is what that forward has found, whoever has entered or left no_sync() since. It says no
     after a forward without gradients too, which is why forwards are watched.
     """
-    return model.require_backward_grad_sync if model._use_python_reducer else model.require_forward_param_sync
+    if model._use_python_reducer:
+        return model.require_backward_grad_sync
+    return model._lazy_init_ran and model.require_forward_param_sync
 
 
 @dataclass(eq=False)
@@ -67,6 +69,7 @@ class Held:
     params: list[Tensor]
     watch: Watch
     seen: int = 0  # forwards, at the last look
+    checked: bool = False  # by `ddp_rules`, for what never changes
     copied: list[Tensor] = field(default_factory=list)  # whose `p.grad` is about to be what DDP copies there
 
     @property
@@ -92,13 +95,17 @@ class Models:
 
     def __init__(self) -> None:
         self._found: list[Held] | None = None
-        self._warned = self._live_checked = False
-        self.checked: set[int] = set()  # models of which `ddp_rules` has seen what never changes
+        self._warned = self._live_checked = self._looked_twice = False
+
+    def look_again(self, window: Window) -> None:
+        """The parameters may be others, and a model may be newer than the last look."""
+        params = {id(p) for p in parameters(window.optimizer) if p.requires_grad}
+        if not params <= {id(p) for held in self.of(window) for p in held.params}:
+            self.forget()
 
     def forget(self) -> None:
-        """Look for models again at the next question."""
+        """Look for models again at the next question, which takes a tenth of a second in a large program."""
         self._found, self._live_checked = None, False
-        self.checked.clear()
 
     def close(self) -> None:
         """Have no part in forwards any more."""
@@ -117,7 +124,8 @@ class Models:
                 return ()
             mine = {id(p): p for p in parameters(window.optimizer)}
             self._found = []
-            for model in [m for m in gc.get_objects() if issubclass(type(m), DistributedDataParallel)]:
+            kinds = _with_subclasses(DistributedDataParallel)
+            for model in [m for m in gc.get_objects() if type(m) in kinds]:
                 params = [mine[id(p)] for p in _reduced_by(model) if id(p) in mine]
                 if params:
                     watch = _watch(model)
@@ -134,7 +142,12 @@ class Models:
 
         weighted: whether the micro-batch counts items. first: with fold="backward", whose gradient has come.
         """
-        for held in self._taking_part(window, first):
+        ran, others = self._taking_part(window, first)
+        if others and not self._looked_twice:  # they may have been wrapped again
+            self.forget()
+            self._looked_twice = True
+            ran, others = self._taking_part(window, first)
+        for held in ran + others:
             reduces = held.watch.synced and not held.hooked
             if window.ranks is None:
                 ddp_rules.check_alone(window, held, reduces)
@@ -144,21 +157,22 @@ class Models:
                 self._warned = True
                 ddp_rules.warn_twice(held)
 
-    def _taking_part(self, window: Window, first: Tensor | None) -> list[Held]:
-        """The models that the gradients of this micro-batch come from.
+    def _taking_part(self, window: Window, first: Tensor | None) -> tuple[list[Held], list[Held]]:
+        """The models that the gradients of this micro-batch come from: those that were called since the last look, and
+        others.
 
-        A model that was not called since the last look is one of them where nobody else was that has its parameters:
-        it may be left over from before the model was wrapped again.
+        A model of the same parameters as another that was called is no other: it is left from before they were wrapped
+        again.
         """
         shared = self.shared(window)
         ran = [held for held in shared if held.watch.forwards > held.seen]
         for held in ran:
             held.seen = held.watch.forwards
-        taken = {id(p) for held in ran for p in held.params}
-        others = [held for held in shared if held not in ran and not any(id(p) in taken for p in held.params)]
-        if first is None:
-            ran = [held for held in ran if held.has_gradients(None)]
-        return ran + [held for held in others if held.has_gradients(first)]
+        called = ran or [held for held in shared if held.model._lazy_init_ran]
+        taken = {id(p) for held in called for p in held.params}
+        left = [held for held in shared if held not in called and any(id(p) in taken for p in held.params)]
+        others = [held for held in shared if held not in ran and held not in left and held.has_gradients(first)]
+        return [held for held in ran if first is not None or held.has_gradients(None)], others
 
     def check_counts(self, window: Window) -> None:
         """Refuse item counts that DDP's own mean over ranks does not know of. Raises ValueError."""
@@ -191,6 +205,11 @@ class Models:
                     return held
             self.forget()  # the model is newer than the last look
         raise ddp_rules.not_ours(window, params)
+
+
+def _with_subclasses(cls: type) -> set[type]:
+    """For many objects: to ask each whether it is an instance takes five times as long."""
+    return {cls}.union(*map(_with_subclasses, cls.__subclasses__()))
 
 
 def _watch(model: DistributedDataParallel) -> Watch:

@@ -41,17 +41,17 @@ def check_alone(window: Window, held: Held, reduces: bool) -> None:
     if not reduces:
         raise RuntimeError(
             f"{NAME}: the gradients of this micro-batch were not reduced over {_ranks_of(held.model)}, because it was "
-            "called under no_sync(), and gradients of earlier micro-batches are never reduced later: call it outside "
-            f"of no_sync() in every micro-batch, or {ONCE}"
+            "called under no_sync() (or not at all, and its module was), and the sum over a window is not reduced later: "
+            f"call it outside of no_sync() in every micro-batch, or {ONCE}"
         )
 
 
 def check_with_group(window: Window, held: Held, reduces: bool, weighted: bool) -> None:
     """With process_group the window is reduced over its ranks, and DDP should not reduce."""
     model = held.model
-    if id(model) not in window.ddp.checked:
+    if not held.checked:
         _check_model(window, held)
-        window.ddp.checked.add(id(model))
+        held.checked = True
     if model._join_config.enable:
         raise RuntimeError(
             f"{NAME}: DistributedDataParallel is inside join(), where a rank without data takes part in DDP's own "

@@ -144,7 +144,7 @@ class Window(Checks):
         self._unplaced = [p for p in params if p not in self.place]
         for buffer in self.buffers:
             buffer.addresses = buffer.addresses_now()
-        self.ddp.forget()
+        self.ddp.look_again(self)
         self.hook_parameters()
         self.warn_about_precision()
 

@@ -90,16 +90,19 @@ def mean_over(model, ks, uneven, world):
     return right
 
 
-def off_by(got, mean, magnitude, terms):
-    """How much more than `terms` roundings of float32 there is between a sum and the truth: at most 1 is right."""
-    allowed = (terms + 2) * 2.0**-24 * magnitude + 1e-30
+def off_by(got, mean, magnitude, terms, rounding=0.0):
+    """How much more than `terms` roundings of float32, and a relative `rounding`, there is between a sum and the truth:
+    at most 1 is right.
+    """
+    allowed = ((terms + 2) * 2.0**-24 + rounding) * magnitude + 1e-30
     return ((got.double() - mean).abs() / allowed).max().item()
 
 
 class Run:
-    """One model on every rank, trained for two windows of 3; what it finds wrong it keeps in `wrong`."""
+    """One model on every rank, trained for two windows of 2; what it finds wrong it keeps in `wrong`."""
 
-    STEPS = 3
+    STEPS = 2
+    rounding = 0.0  # of each micro-batch's gradient, where DDP reduces it
 
     def __init__(self, flags, dtype, how, fold, group, reentrant=None, make=None, **options) -> None:
         self.uneven = is_uneven(flags)
@@ -145,11 +148,11 @@ class Run:
                     self.wrong.append(f"{name} was updated without a gradient")
                 continue
             mean, size = right[name]
-            if (off := off_by(self.means[name], mean, size, terms)) > 1:
+            if (off := off_by(self.means[name], mean, size, terms, self.rounding)) > 1:
                 self.wrong.append(f"mean of {name}: {off}")
             after = before[name].double() * (1 - LR * DECAY) - LR * mean
             eps = torch.finfo(p.dtype).eps / 2
-            allowed = eps * after.abs() + (terms + 8) * 2.0**-24 * (before[name].double().abs() + size)
+            allowed = eps * after.abs() + ((terms + 8) * 2.0**-24 + self.rounding) * (before[name].double().abs() + size)
             if ((p.double() - after).abs() > allowed).any():
                 self.wrong.append(f"{name} after the update")
 
