@@ -17,7 +17,32 @@ from fusedaccum import FusedAccumOptimizer
 
 FLAGS = ("static_graph", "find_unused_parameters", "gradient_as_bucket_view")
 ALL_FLAGS = [dict(zip(FLAGS, on, strict=True)) for on in itertools.product((False, True), repeat=3)]
+HOWS = ("no_sync", "hook")  # two ways to keep DDP from reducing
+FOLDS = ("step", "backward")
 LR, DECAY = 0.25, 0.5
+
+
+def toy(**flags):
+    """One weight, 0 at first, whose gradient is the input."""
+    module = nn.Linear(1, 1, bias=False)
+    module.weight.data.zero_()
+    return DistributedDataParallel(module, **flags)
+
+
+def micro(model, g, w, x=None, **count):
+    """A micro-batch: of a toy, one with the gradient `g` on this rank."""
+    model(torch.tensor([[float(g)]]) if x is None else x).sum().backward()
+    w.step(**count)
+    w.zero_grad()
+
+
+def wrapped(model, how, fold="step", steps=2, lr=1.0, **options):
+    w = FusedAccumOptimizer(
+        torch.optim.SGD(model.parameters(), lr=lr), steps, fold=fold, process_group=dist.group.WORLD, **options
+    )
+    if how == "hook":
+        model.register_comm_hook(w, fusedaccum.ddp_hook)
+    return w, (w.no_sync(model) if how == "no_sync" else contextlib.nullcontext())
 
 
 class Branches(nn.Module):

@@ -8,25 +8,12 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_cases import ALL_FLAGS, Branches, Run, assert_right, batch, is_uneven, uses
+from ddp_cases import ALL_FLAGS, Branches, Run, assert_right, batch, is_uneven, micro, toy, uses
 from processes import on_ranks
 from torch.nn.parallel import DistributedDataParallel
 from wrapper_helpers import bits, snapshot
 
 from fusedaccum import FusedAccumOptimizer
-
-
-def toy(n=1, **flags):
-    p = torch.nn.Linear(n, 1, bias=False)
-    p.weight.data.zero_()
-    return DistributedDataParallel(p, **flags)
-
-
-def micro(model, g, w, **count):
-    """A micro-batch whose gradient is `g` on this rank."""
-    model(torch.tensor([[float(g)]])).sum().backward()
-    w.step(**count)
-    w.zero_grad()
 
 
 def synced(dtype):
