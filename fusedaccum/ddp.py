@@ -126,7 +126,7 @@ class Models:
             self._found = []
             kinds = _with_subclasses(DistributedDataParallel)
             for model in [m for m in gc.get_objects() if type(m) in kinds]:
-                params = [mine[id(p)] for p in _reduced_by(model) if id(p) in mine]
+                params = [mine[id(p)] for p in ddp_rules.reduced_by(model) if id(p) in mine]
                 if params:
                     watch = _watch(model)
                     watch.users.add(self)
@@ -155,7 +155,7 @@ class Models:
             ddp_rules.check_with_group(window, held, reduces, weighted)
             if reduces and not self._warned:
                 self._warned = True
-                ddp_rules.warn_twice(held)
+                ddp_rules.warn_twice()
 
     def _taking_part(self, window: Window, first: Tensor | None) -> tuple[list[Held], list[Held]]:
         """The models that the gradients of this micro-batch come from: those that were called since the last look, and
@@ -197,6 +197,13 @@ class Models:
             queue = torch.autograd.Variable._execution_engine.queue_callback
             queue(lambda: queue(lambda: _drop_copies(window, held)))
 
+    def end_backward(self, window: Window) -> None:
+        """With fold="backward": DDP on one rank has no hook of ours, and is about to copy its buckets all the same."""
+        for held in self.of(window):
+            if held.model.process_group.size() == 1 and not held.hooked:
+                held.copied = held.params
+                torch.autograd.Variable._execution_engine.queue_callback(lambda held=held: _drop_copies(window, held))
+
     def _holder(self, window: Window, params: list[Tensor]) -> Held:
         for _ in range(2):
             for held in self.of(window):
@@ -219,11 +226,6 @@ def _watch(model: DistributedDataParallel) -> Watch:
     return watch
 
 
-def _reduced_by(model: DistributedDataParallel) -> list[Tensor]:
-    """The parameters whose gradients DDP reduces."""
-    return [p for name, p in model.module.named_parameters() if name not in model.parameters_to_ignore]
-
-
 def _drop_copies(window: Window, held: Held) -> None:
     """What DDP has copied into `p.grad` is no gradient: it was folded, or there was none on this rank."""
     left = None if window.in_backward is None else window.in_backward.left
@@ -233,7 +235,7 @@ def _drop_copies(window: Window, held: Held) -> None:
     held.copied = []
 
 
-def ddp_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
+def ddp_hook(state, bucket):  # without annotations, which DDP would compare with its own
     """A communication hook that sends nothing: the wrapper reduces the window, once.
 
         opt = FusedAccumOptimizer(optimizer, steps=8, process_group=group)
@@ -241,8 +243,9 @@ def ddp_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses anno
         model.register_comm_hook(opt, fusedaccum.ddp_hook)
 
     state: the wrapper, which has a process_group and holds every parameter of the model. bucket: a
-    torch.distributed.GradBucket, whose tensor is returned as it is, in a torch.futures.Future. With fold="step" `step()` reads the gradients of this rank from `p.grad`; with fold="backward" they
-    were folded when DDP learns of them, and what it copies into `p.grad` is dropped.
+    torch.distributed.GradBucket, whose tensor is returned as it is, in a torch.futures.Future. With fold="step",
+    `step()` reads the gradients of this rank from `p.grad`; with fold="backward" they are folded before DDP learns of them, and
+    what it copies into `p.grad` is dropped.
 
     Raises, inside the backward, TypeError for a state that is no wrapper, RuntimeError for one without a process_group
     or after its `close()`, and for a model that holds parameters of others.

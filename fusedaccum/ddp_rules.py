@@ -16,10 +16,11 @@ if TYPE_CHECKING:
     from fusedaccum.ddp import Held
     from fusedaccum.window import Window
 
-ONCE = (
-    "pass process_group, which reduces the window once, and keep DDP from it: `with opt.no_sync(model):` around the loop, "
-    "or model.register_comm_hook(opt, fusedaccum.ddp_hook)"
+KEEP_OUT = (
+    "keep DDP from reducing, by `with opt.no_sync(model):` around the loop, or by "
+    "model.register_comm_hook(opt, fusedaccum.ddp_hook)"
 )
+ONCE = f"pass process_group, with which the window is reduced once, and {KEEP_OUT}"
 
 
 def _ranks_of(model: DistributedDataParallel) -> str:
@@ -41,8 +42,8 @@ def check_alone(window: Window, held: Held, reduces: bool) -> None:
     if not reduces:
         raise RuntimeError(
             f"{NAME}: the gradients of this micro-batch were not reduced over {_ranks_of(held.model)}, because it was "
-            "called under no_sync() (or not at all, and its module was), and the sum over a window is not reduced later: "
-            f"call it outside of no_sync() in every micro-batch, or {ONCE}"
+            "called under no_sync() (or not at all, and its module was), and a window's sum is not reduced later: call "
+            f"it outside of no_sync() in every micro-batch, or {ONCE}"
         )
 
 
@@ -51,6 +52,8 @@ def check_with_group(window: Window, held: Held, reduces: bool, weighted: bool) 
     model = held.model
     if not held.checked:
         _check_model(window, held)
+        if held.hooked:
+            _check_hook_of(window, held)
         held.checked = True
     if model._join_config.enable:
         raise RuntimeError(
@@ -59,20 +62,22 @@ def check_with_group(window: Window, held: Held, reduces: bool, weighted: bool) 
             "data calls step() without a gradient as often as the others have one"
         )
     if not reduces:
-        if held.hooked:
-            _check_hooked(window, held)
+        if held.hooked and window.last and (model.find_unused_parameters or model.static_graph):
+            raise RuntimeError(
+                f"{NAME}: micro_batch(last=True) sends sums inside the backward, and so does DistributedDataParallel "
+                "with find_unused_parameters or static_graph (which parameters were used), in an order that may differ "
+                "between ranks; leave last=True out, or use `with opt.no_sync(model):` instead of ddp_hook"
+            )
         _check_ranks(window, model)
     elif window.in_backward is not None:
         raise RuntimeError(
             f"{NAME}: fold='backward' folds gradients before they are reduced over {_ranks_of(model)}, which is then "
-            "done in vain, and what DDP leaves in p.grad would be folded too; keep DDP from it: "
-            "`with opt.no_sync(model):` around the loop, or model.register_comm_hook(opt, fusedaccum.ddp_hook)"
+            f"done in vain, and what DDP leaves in p.grad would be folded too; {KEEP_OUT}"
         )
     elif weighted:
         raise RuntimeError(
             f"{NAME}: a micro-batch with an item count has gradients that DistributedDataParallel has averaged over "
-            f"{model.process_group.size()} ranks, whatever each of them counts; keep DDP from it: "
-            "`with opt.no_sync(model):` around the loop, or model.register_comm_hook(opt, fusedaccum.ddp_hook)"
+            f"{model.process_group.size()} ranks, whatever each of them counts; {KEEP_OUT}"
         )
 
 
@@ -95,26 +100,20 @@ def _check_ranks(window: Window, model: DistributedDataParallel) -> None:
         )
 
 
-def _check_hooked(window: Window, held: Held) -> None:
-    """Of a model with `ddp_hook`."""
+def _check_hook_of(window: Window, held: Held) -> None:
+    """That the `ddp_hook` of a model leaves no gradient to nobody, and is one that DDP can live with."""
     model = held.model
-    for _, state in (entry for entry in model._comm_hooks if entry[0].__name__ == "ddp_hook"):
-        if window_of(state) is not window:
-            raise not_ours(window, held.params)
-    mine = set(map(id, held.params))
-    if others := [p for p in model.parameters() if p.requires_grad and id(p) not in mine]:
-        others = [p for p in others if id(p) not in _ignored(model)]
-        if others:
-            raise not_ours(window, others)
-    if window.in_backward is None:
-        return
-    if window.last and (model.find_unused_parameters or model.static_graph):
+    ((_, state),) = model._comm_hooks
+    if window_of(state) is not window:
         raise RuntimeError(
-            f"{NAME}: micro_batch(last=True) sends sums inside the backward, and so does DistributedDataParallel with "
-            "find_unused_parameters or static_graph (which parameters were used), in an order that may differ between "
-            "ranks; leave last=True out, or use `with opt.no_sync(model):` instead of ddp_hook"
+            f"{NAME}: the state of a model's ddp_hook is another wrapper than the one that holds its parameters; "
+            "register it with that one, or use `with opt.no_sync(model):`"
         )
-    if any(getattr(module, "sparse", False) is True for module in model.modules()):
+    mine = set(map(id, held.params))
+    reduced = [p for p in reduced_by(model) if p.requires_grad]
+    if any(id(p) not in mine for p in reduced):
+        raise not_ours(window, reduced)
+    if window.in_backward is not None and any(getattr(module, "sparse", False) is True for module in model.modules()):
         raise RuntimeError(
             f"{NAME}: ddp_hook with fold='backward' leaves DistributedDataParallel no gradient to put in its buckets, "
             "and for sparse ones it insists on them; use sparse=False in the embedding, fold='step', or "
@@ -122,16 +121,16 @@ def _check_hooked(window: Window, held: Held) -> None:
         )
 
 
-def _ignored(model: DistributedDataParallel) -> set[int]:
-    return {id(p) for name, p in model.module.named_parameters() if name in model.parameters_to_ignore}
+def reduced_by(model: DistributedDataParallel) -> list[Tensor]:
+    """The parameters whose gradients DDP reduces."""
+    return [p for name, p in model.module.named_parameters() if name not in model.parameters_to_ignore]
 
 
-def warn_twice(held: Held) -> None:
+def warn_twice() -> None:
     """Say that gradients are reduced in every micro-batch and then once more."""
     warn(
         f"{NAME}: DistributedDataParallel reduces the gradients of every micro-batch, and process_group reduces their "
-        "sum once more; it is the same mean, and sends each gradient for nothing: use `with opt.no_sync(model):` around "
-        "the loop, or model.register_comm_hook(opt, fusedaccum.ddp_hook)"
+        f"sum once more, which is the same mean and sends each gradient for nothing; {KEEP_OUT}"
     )
 
 

@@ -230,6 +230,7 @@ class InBackward:
             self._folded, self._first, self._before = False, False, None
             self.backwards += 1
             self._hooks.come_last()
+            window.ddp.end_backward(window)
 
     def _fail(self, window: Window) -> None:
         """A backward ended with an exception. Where nothing of it was folded, it leaves its gradients as without us."""

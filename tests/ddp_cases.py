@@ -65,9 +65,7 @@ class Branches(nn.Module):
         h = self.first(x)
         if use:
             h = h + (
-                self.maybe(h)
-                if self.reentrant is None
-                else checkpoint(self.maybe, h, use_reentrant=self.reentrant)
+                self.maybe(h) if self.reentrant is None else checkpoint(self.maybe, h, use_reentrant=self.reentrant)
             )
         return self.last(h)
 
@@ -109,9 +107,7 @@ def mean_over(model, ks, uneven, world):
     right = {}
     for name in all_of[0]:
         there = [g[name].double() for g in all_of if g[name] is not None]
-        right[name] = (
-            None if not there else (sum(there) / len(all_of), sum(g.abs() for g in there) / len(all_of))
-        )
+        right[name] = None if not there else (sum(there) / len(all_of), sum(g.abs() for g in there) / len(all_of))
     return right
 
 
@@ -177,7 +173,9 @@ class Run:
                 self.wrong.append(f"mean of {name}: {off}")
             after = before[name].double() * (1 - LR * DECAY) - LR * mean
             eps = torch.finfo(p.dtype).eps / 2
-            allowed = eps * after.abs() + ((terms + 8) * 2.0**-24 + self.rounding) * (before[name].double().abs() + size)
+            allowed = eps * after.abs() + ((terms + 8) * 2.0**-24 + self.rounding) * (
+                before[name].double().abs() + size
+            )
             if ((p.double() - after).abs() > allowed).any():
                 self.wrong.append(f"{name} after the update")
 

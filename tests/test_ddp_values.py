@@ -260,6 +260,28 @@ def test_ddp_over_a_part_of_the_ranks():
     assert on_ranks(4, groups_of_two) == [[-2.25] * 5] * 4
 
 
+def alone():
+    """DDP on one rank copies into `p.grad` too, and reads it in the second backward of a micro-batch."""
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    found = []
+    for as_view in (False, True):
+        for group in (None, dist.group.WORLD):
+            model = toy(process_group=groups[dist.get_rank()], gradient_as_bucket_view=as_view)
+            inner = torch.optim.SGD(model.parameters(), lr=1.0)
+            w = FusedAccumOptimizer(inner, 2, fold="backward", process_group=group)
+            for g in (1, 3):
+                for part in (g, 10 * g):
+                    model(torch.tensor([[float(part)]])).sum().backward()
+                    assert model.module.weight.grad is None
+                w.step()
+            found.append(float(model.module.weight.detach()))
+    return found
+
+
+def test_ddp_on_one_rank():
+    assert on_ranks(2, alone) == [[-22.0] * 4] * 2
+
+
 def compiled():
     found = []
     for how in HOWS:
