@@ -12,6 +12,7 @@ from ddp_cases import FOLDS, HOWS, batch, micro, toy, wrapped
 from processes import on_ranks
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 from wrapper_helpers import bits
 
 import fusedaccum
@@ -160,6 +161,18 @@ def test_what_is_sent_in_a_window_of_four():
     }
 
 
+class Early(torch.nn.Module):
+    """One weight, in a reentrant checkpoint, whose backward runs inside the other one and ends it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(1, 1, bias=False)
+        self.inner.weight.data.zero_()
+
+    def forward(self, x):
+        return checkpoint(self.inner, x.requires_grad_(), use_reentrant=True) * 1.0
+
+
 def watched():
     """Hooks of others on a parameter, registered before and after ours, see its gradient in every backward."""
     found = {}
@@ -172,6 +185,15 @@ def watched():
             for g in (1, 2, 4, 8):
                 micro(model, g, w)
             found[as_view, fold] = seen, float(p.detach())
+
+            model = DistributedDataParallel(Early(), static_graph=True, gradient_as_bucket_view=as_view)
+            p, seen = model.module.inner.weight, []
+            w, _ = wrapped(model, "hook", fold)
+            for g in (1, 2, 4, 8):  # DDP is done, and copies, while the outer backward has not ended
+                handle = p.register_post_accumulate_grad_hook(lambda q, seen=seen: seen.append(float(q.grad)))
+                micro(model, g, w)
+                handle.remove()
+            found[as_view, fold, "reentrant"] = seen, float(p.detach())
     return found
 
 
