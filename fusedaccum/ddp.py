@@ -70,7 +70,8 @@ class Held:
     watch: Watch
     seen: int = 0  # forwards, at the last look
     checked: bool = False  # by `ddp_rules`, for what never changes
-    copied: list[Tensor] = field(default_factory=list)  # whose `p.grad` is about to be what DDP copies there
+    copied: list[Tensor] = field(default_factory=list)  # whose `p.grad` is what DDP copies there, after a backward
+    copied_after: int = 0  # forwards
 
     @property
     def model(self) -> DistributedDataParallel:
@@ -126,12 +127,23 @@ class Models:
             self._found = []
             kinds = _with_subclasses(DistributedDataParallel)
             for model in [m for m in gc.get_objects() if type(m) in kinds]:
-                params = [mine[id(p)] for p in ddp_rules.reduced_by(model) if id(p) in mine]
-                if params:
-                    watch = _watch(model)
-                    watch.users.add(self)
-                    self._found.append(Held(weakref.ref(model), params, watch, watch.forwards))
+                self._add(model, mine)
         return [held for held in self._found if held.model is not None]
+
+    def _add(self, model: DistributedDataParallel, mine: dict[int, Tensor]) -> bool:
+        """Whether the model holds parameters of ours."""
+        params = [mine[id(p)] for p in ddp_rules.reduced_by(model) if id(p) in mine]
+        if params:
+            watch = _watch(model)
+            watch.users.add(self)
+            self._found.append(Held(weakref.ref(model), params, watch, watch.forwards))
+        return bool(params)
+
+    def hold(self, window: Window, model: DistributedDataParallel) -> bool:
+        """Whether a model holds parameters of ours, also where it is newer than the last look."""
+        if any(held.model is model for held in self.of(window)):
+            return True
+        return self._add(model, {id(p): p for p in parameters(window.optimizer)})
 
     def shared(self, window: Window) -> list[Held]:
         """Those on more than one rank."""
@@ -189,13 +201,13 @@ class Models:
     def take(self, window: Window, bucket: dist.GradBucket) -> None:
         """`ddp_hook` was called: DDP is about to copy `bucket` into `p.grad`, zeros where there was no gradient."""
         held = self._holder(window, params := bucket.parameters())
-        if bucket.index() == 0:
-            held.copied = []  # of a backward that has failed
+        if held.copied_after != held.watch.forwards:
+            held.copied, held.copied_after = [], held.watch.forwards
         in_backward = window.in_backward is not None
         held.copied += [p for p in params if in_backward or p.grad is None]
-        if bucket.is_last():  # DDP has its own callback queued before ours is called, but not before it is queued
-            queue = torch.autograd.Variable._execution_engine.queue_callback
-            queue(lambda: queue(lambda: _drop_copies(window, held)))
+        # DDP queues what copies behind the last bucket's hook, whichever that is, and before callbacks are run.
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        queue(lambda: queue(lambda: _drop_copies(window, held)))
 
     def end_backward(self, window: Window) -> None:
         """With fold="backward": DDP on one rank has no hook of ours, and is about to copy its buckets all the same."""
@@ -232,7 +244,6 @@ def _drop_copies(window: Window, held: Held) -> None:
     for p in held.copied:
         if p is not left:
             p.grad = None
-    held.copied = []
 
 
 def ddp_hook(state, bucket):  # without annotations, which DDP would compare with its own
@@ -262,11 +273,9 @@ def no_sync(window: Window, model: Any) -> AbstractContextManager[None]:
     """See `FusedAccumOptimizer.no_sync`."""
     model = getattr(model, "_orig_mod", model)  # what torch.compile has returned
     ddp_rules.check_no_sync(window, model)
-    if not any(held.model is model for held in window.ddp.of(window)):
-        window.ddp.forget()
-        if not any(held.model is model for held in window.ddp.of(window)):
-            raise ValueError(
-                f"{NAME}: no_sync() was given a model that holds none of this optimizer's parameters; give the "
-                "DistributedDataParallel model that the optimizer's parameters are in"
-            )
+    if not window.ddp.hold(window, model):
+        raise ValueError(
+            f"{NAME}: no_sync() was given a model that holds none of this optimizer's parameters; give the "
+            "DistributedDataParallel model that the optimizer's parameters are in"
+        )
     return model.no_sync()

@@ -120,6 +120,61 @@ def test_60_a_parameter_is_updated_on_all_ranks_where_one_has_used_it_and_on_non
         assert moved == {"counts": [1, 1, 2], ("cc", "cc"): [False, False, True]}.get(what, [True, True, True]), what
 
 
+class Nothing(torch.autograd.Function):
+    """The gradient that a custom function may leave out. DDP makes zeros of it, with which AdamW would go on."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+class NoGradient(TwoLayers):
+    def forward(self, use, factor):
+        return (Nothing.apply(self.a) + self.b + self.c).sum() * factor
+
+
+def left_out():
+    """{case: which of two parameters are updated}. The buckets hold a parameter each, and those of none are skipped."""
+    found = {}
+    for how in HOWS:
+        for fold in FOLDS:
+            for flags in (
+                {},
+                {"gradient_as_bucket_view": True},
+                {"find_unused_parameters": True, "skip_all_reduce_unused_params": True},
+            ):
+                skips = len(flags) > 1
+                model = DistributedDataParallel((TwoLayers if skips else NoGradient)(), bucket_cap_mb=1e-6, **flags)
+                inner = torch.optim.AdamW(model.parameters(), lr=0.25, weight_decay=0.5)
+                w = FusedAccumOptimizer(inner, 2, fold=fold, process_group=dist.group.WORLD)
+                if how == "hook":
+                    model.register_comm_hook(w, fusedaccum.ddp_hook)
+                params = list(model.parameters())
+                moved = []
+                with w.no_sync(model) if how == "no_sync" else contextlib.nullcontext():
+                    for use in "abcaac":
+                        before = [bits(p) for p in params]
+                        model(use, 2.0 + dist.get_rank()).backward()
+                        w.step()
+                        moved.append([bits(p) != old for p, old in zip(params, before, strict=True)])
+                found[how, fold, skips, len(flags)] = moved[1::2], [bits(p) for p in params]
+    return found
+
+
+def test_a_parameter_without_any_gradient_is_not_updated_whatever_ddp_puts_there():
+    one, other = on_ranks(2, left_out)
+    assert one == other
+    for (*_, skips, _), (moved, _) in one.items():
+        if skips:
+            assert moved == [[True, True, False], [True, False, True], [True, False, True]]
+        else:
+            assert moved == [[False, True, True]] * 3
+
+
 def traffic():
     """{case: the collectives of a window}, DDP's and ours."""
     found = {}
