@@ -83,7 +83,10 @@ def refusals():
         model(x)
     refuse("the second one under no_sync", w, w.step)
     w.zero_grad()
-    micro(model, 1, w)  # which syncs, and goes on
+    model(x).sum().backward()
+    with torch.no_grad():
+        model(x)  # of which nothing comes that DDP could reduce
+    w.step()  # which syncs, and goes on
     said["it goes on"] = float(model.module.weight.detach())
 
     later = toy()
