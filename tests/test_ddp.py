@@ -89,6 +89,16 @@ def refusals():
     w.step()  # which syncs, and goes on
     said["it goes on"] = float(model.module.weight.detach())
 
+    module = torch.nn.Linear(1, 1)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["bias"])
+    model = DistributedDataParallel(module)
+    w = FusedAccumOptimizer(torch.optim.SGD([module.bias], lr=1.0), 1)
+    module.bias.data.zero_()
+    with model.no_sync():
+        (model(x) * (1 + dist.get_rank())).sum().backward()
+    w.step()  # of which DDP knows nothing
+    said["an ignored one"] = float(module.bias.detach()) == -1 - dist.get_rank()
+
     later = toy()
     w = FusedAccumOptimizer(torch.optim.SGD(later.parameters(), lr=1.0), 2)
     newer = DistributedDataParallel(later.module)
@@ -129,6 +139,7 @@ def refusals():
 def test_what_nobody_would_reduce_is_refused_before_anything_is_changed():
     for said in on_ranks(2, refusals):
         assert said.pop("it goes on") == -1.0
+        assert said.pop("an ignored one")
         words = {
             "step(": ("ValueError", "item counts", "process_group"),
             "micro_batch(": ("ValueError", "item counts", "process_group"),

@@ -195,6 +195,11 @@ def combinations():
     with Join([model]), context:
         backward(model)
         found["join"] = attempt(w, w.step, in_backward=False)
+
+    model = toy(static_graph=True)
+    w, context = wrapped(model, "no_sync")
+    with context:
+        found["static_graph"] = attempt(w, backward, model)
     return found
 
 
@@ -204,6 +209,7 @@ def test_options_of_ddp_that_do_not_go_together_with_it():
         "sparse": ["sparse=False", "fold='step'"],
         "delayed": ["delay_all_reduce_named_params"],
         "join": ["join()", "step() without a gradient"],
+        "static_graph": ["ASSERT"],  # torch's own
     }
     for found in on_ranks(2, combinations):
         for sums in found.pop("sums"):
