@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,8 @@ from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
 from processes import on_ranks
 from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_callback import PrinterCallback
 from wrapper_helpers import assert_within_budget, bits
 
 import fusedaccum
@@ -43,10 +46,15 @@ def data():
     return texts(BATCHES * ROWS * dist.get_world_size())
 
 
-def accelerated(kind, dtype=torch.float32, steps=None, **options):
-    """Two windows of 4 in Accelerate's loop: bits of the parameters, norms, rates; and the parameters."""
+def _forget_accelerate():
+    """Accelerate keeps its settings for the whole process, which is to run other tests."""
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
+
+
+def accelerated(kind, dtype=torch.float32, steps=None, **options):
+    """Two windows of 4 in Accelerate's loop: bits of the parameters, norms, rates; and the parameters."""
+    _forget_accelerate()
     accelerator = Accelerator(
         cpu=True,
         gradient_accumulation_steps=WINDOW if steps is None else 1,
@@ -71,8 +79,7 @@ def accelerated(kind, dtype=torch.float32, steps=None, **options):
             optimizer.zero_grad()
             if steps and opt.updated:
                 run.norms.append(opt.grad_norm)
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
+    _forget_accelerate()
     return [bits(p) for p in bare.parameters()], run.norms, run.rates, [p.detach() for p in bare.parameters()]
 
 
@@ -127,6 +134,43 @@ def fabric_runs():
 
 def test_fabric():
     one, other = on_ranks(2, fabric_runs)
+    assert one == other
+    assert one[0] == one[1]
+    assert len(one[0][0]) == 2
+
+
+def trained():
+    """The Trainer, which accumulates through Accelerate and clips."""
+    results = []
+    with launched(), tempfile.TemporaryDirectory() as folder:
+        for kind in ("native", "wrapped"):
+            bare = TinyLM()
+            settings = {"gradient_accumulation_steps": WINDOW, "max_grad_norm": 0.5, "num_train_epochs": 1}
+            quiet = {"use_cpu": True, "disable_tqdm": True, "log_level": "error", "report_to": [], "logging_steps": 1}
+            trainer = Trainer(
+                bare,
+                TrainingArguments(
+                    folder,
+                    per_device_train_batch_size=ROWS,
+                    ddp_find_unused_parameters=True,
+                    save_strategy="no",
+                    **settings,
+                    **quiet,
+                ),
+                train_dataset=[{"ids": ids, "labels": ids} for ids in data()],
+                optimizers=(optimizer_for(bare, kind), None),
+            )
+            trainer.remove_callback(PrinterCallback)
+            trainer.train()
+            assert trainer.args.world_size == 2
+            norms = [line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line]
+            results.append((norms, [bits(p) for p in bare.parameters()]))
+            _forget_accelerate()
+    return results
+
+
+def test_trainer():
+    one, other = on_ranks(2, trained)
     assert one == other
     assert one[0] == one[1]
     assert len(one[0][0]) == 2
