@@ -79,8 +79,9 @@ class Held:
 
     @property
     def hooked(self) -> bool:
-        """Whether `ddp_hook` is its communication hook."""
-        return any(hook is ddp_hook for hook, _ in self.model._comm_hooks)
+        """Whether `ddp_hook` is its communication hook. DDP takes one, and lists those too that it refuses after it."""
+        hooks = self.model._comm_hooks
+        return bool(hooks) and hooks[0][0] is ddp_hook
 
     def has_gradients(self, first: Tensor | None) -> bool:
         """Whether there are any of its parameters, one of which `first` is that gets one now."""
@@ -203,8 +204,8 @@ class Models:
         held = self._holder(window, params := bucket.parameters())
         if held.copied_after != held.watch.forwards:
             held.copied, held.copied_after = [], held.watch.forwards
-        in_backward = window.in_backward is not None
-        held.copied += [p for p in params if in_backward or p.grad is None]
+        left = None if window.in_backward is None else window.in_backward.left
+        held.copied += [p for p in params if p.grad is None or p is left]
         # DDP queues what copies behind the last bucket's hook, whichever that is, and before callbacks are run.
         queue = torch.autograd.Variable._execution_engine.queue_callback
         queue(lambda: queue(lambda: _drop_copies(window, held)))
@@ -213,7 +214,7 @@ class Models:
         """With fold="backward": DDP on one rank has no hook of ours, and is about to copy its buckets all the same."""
         for held in self.of(window):
             if held.model.process_group.size() == 1 and not held.hooked:
-                held.copied = held.params
+                held.copied = [p for p in held.params if p.grad is None]
                 torch.autograd.Variable._execution_engine.queue_callback(lambda held=held: _drop_copies(window, held))
 
     def _holder(self, window: Window, params: list[Tensor]) -> Held:
@@ -255,8 +256,8 @@ def ddp_hook(state, bucket):  # without annotations, which DDP would compare wit
 
     state: the wrapper, which has a process_group and holds every parameter of the model. bucket: a
     torch.distributed.GradBucket, whose tensor is returned as it is, in a torch.futures.Future. With fold="step",
-    `step()` reads the gradients of this rank from `p.grad`; with fold="backward" they are folded before DDP learns of them, and
-    what it copies into `p.grad` is dropped.
+    `step()` reads the gradients of this rank from `p.grad`; with fold="backward" they are folded before DDP learns of
+    them, and what it copies into `p.grad` is dropped.
 
     Raises, inside the backward, TypeError for a state that is no wrapper, RuntimeError for one without a process_group
     or after its `close()`, and for a model that holds parameters of others.

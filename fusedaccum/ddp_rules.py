@@ -103,8 +103,7 @@ def _check_ranks(window: Window, model: DistributedDataParallel) -> None:
 def _check_hook_of(window: Window, held: Held) -> None:
     """That the `ddp_hook` of a model leaves no gradient to nobody, and is one that DDP can live with."""
     model = held.model
-    ((_, state),) = model._comm_hooks
-    if window_of(state) is not window:
+    if window_of(model._comm_hooks[0][1]) is not window:
         raise RuntimeError(
             f"{NAME}: the state of a model's ddp_hook is another wrapper than the one that holds its parameters; "
             "register it with that one, or use `with opt.no_sync(model):`"

@@ -1,4 +1,4 @@
-"""Frameworks on two ranks: what they make of DistributedDataParallel, accumulation and us is what they make without us."""
+"""Frameworks on two ranks: what they make of DistributedDataParallel and accumulation is the same with us."""
 
 from __future__ import annotations
 

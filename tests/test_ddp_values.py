@@ -228,6 +228,25 @@ class Early(torch.nn.Module):
         return checkpoint(self.inner, x.requires_grad_(), use_reentrant=True) * 1.0
 
 
+def by_hand():
+    """A gradient that somebody has set stays, where DDP has it for an unused one."""
+    found = []
+    for as_view in (False, True):
+        for fold in FOLDS:
+            model = DistributedDataParallel(TwoLayers(), find_unused_parameters=True, gradient_as_bucket_view=as_view)
+            w, _ = wrapped(model, "hook", fold)
+            for g in (1.0, 3.0):
+                model.module.b.grad = torch.full((4,), g)
+                model("a", g).backward()
+                w.step()
+            found.append([float(p.detach()[0]) for p in model.parameters()])
+    return found
+
+
+def test_a_gradient_that_was_set_by_hand():
+    assert on_ranks(2, by_hand) == [[[-1.5, -1.5, 0.5]] * 4] * 2
+
+
 def watched():
     """Hooks of others on a parameter, registered before and after ours, see its gradient in every backward."""
     found = {}
