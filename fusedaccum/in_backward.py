@@ -13,9 +13,8 @@ from fusedaccum.flat_buffer import FlatBuffer, Part
 from fusedaccum.hooks import ParameterHooks
 from fusedaccum.local import like, local
 from fusedaccum.micro import begin
-from fusedaccum.options import NAME, WEIGHTED, parameters
+from fusedaccum.options import NAME, WEIGHTED
 from fusedaccum.passes import Passes, is_compiled
-from fusedaccum.ranks import check_not_reduced
 from fusedaccum.streams import Streams
 
 if TYPE_CHECKING:
@@ -52,8 +51,7 @@ class InBackward:
         self._slots: dict[int, Slot] = {}  # by identity: a tensor's hash takes as long as all of the rest
         self._bucket: list[tuple[Tensor, Slot]] = []
         self._held = 0  # bytes in the bucket
-        self._checked = False  # that no other tool needs these gradients
-        self._left: Tensor | None = None  # whose gradient is still its own, because somebody may look at it
+        self.left: Tensor | None = None  # whose gradient is still its own, because somebody may look at it
         self.backwards = 0  # that have ended in this micro-batch
         self._folded = False  # something of the passes that are under way
         self._first = False  # whether they are the first ones of a micro-batch
@@ -85,7 +83,7 @@ class InBackward:
         with self._lock:
             for _, slot in self._bucket:
                 slot.grad = None
-            self._bucket, self._held, self._left, self._before = [], 0, None, None
+            self._bucket, self._held, self.left, self._before = [], 0, None, None
             self._folded = self._first = False
             self.passes.forget()
             self._streams.forget()
@@ -115,8 +113,8 @@ class InBackward:
             if window.begun.is_empty:
                 p.grad, window.dropped = None, True
                 return
-            if self._left is not None and self._left is not p:
-                self._take(window, self._left)
+            if self.left is not None and self.left is not p:
+                self._take(window, self.left)
             size = _bytes(grad)
             if self._before is not None:
                 self._before.next_size = size
@@ -124,7 +122,7 @@ class InBackward:
             if self._held + size > self.limit:
                 self._fold(window)
             if not self._hooks.is_last(p, slot.hook):
-                self._left = p
+                self.left = p
                 self._streams.leave(p)
                 return
             self._take(window, p)
@@ -143,17 +141,15 @@ class InBackward:
             if not self.passes.unfinished:  # another backward of it, before which parameters may have changed
                 window.locate()
                 folding.follow(window, thorough=False)
+            window.ddp.check(window, window.begun.weighted, p)
             return p in window.place
         window.check_usable()
         if capture.is_capturing():
             raise RuntimeError(
                 f"{NAME}: a backward with fold='backward' cannot be captured in a CUDA graph; use fold='step'"
             )
-        if not self._checked:
-            check_not_reduced(parameters(window.optimizer))
-            self._checked = True
         late = window.announced is None and window.pending > 0 and window.mode == WEIGHTED
-        micro = begin(window, *(window.announced or (None, None)), late=late)
+        micro = begin(window, *(window.announced or (None, None)), late=late, first=p)
         folding.follow(window, thorough=False)
         if p not in window.place:
             return False
@@ -166,7 +162,7 @@ class InBackward:
 
     def _take(self, window: Window, p: Tensor) -> None:
         """Put the gradient of `p` into the bucket."""
-        self._left = None
+        self.left = None
         if (grad := p.grad) is None or (slot := self._slots.get(id(p))) is None:  # by a hook behind ours
             return
         if slot.grad is not None:
@@ -224,8 +220,8 @@ class InBackward:
         """A backward came to its end: nothing of it waits for the next one."""
         with self._lock, modes.no_grad():
             try:
-                if self._left is not None:
-                    self._take(window, self._left)
+                if self.left is not None:
+                    self._take(window, self.left)
                 self._fold(window)
                 self._streams.end()
             except BaseException:
@@ -235,6 +231,7 @@ class InBackward:
             self._folded, self._first, self._before = False, False, None
             self.backwards += 1
             self._hooks.come_last()
+            window.ddp.end_backward(window)
 
     def _fail(self, window: Window) -> None:
         """A backward ended with an exception. Where nothing of it was folded, it leaves its gradients as without us."""

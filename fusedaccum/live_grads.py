@@ -121,6 +121,7 @@ class LiveGrads:
         """A hook: a parameter is about to get a gradient, or `torch.autograd.grad` reads one and it gets none."""
         with self._lock:
             p = self._hooks.param(key)
+            window.ddp.check_live(window)
             if p is None or p.grad is None or is_compiled():
                 return  # compiled autograd has read p.grad by now, and adds to it by itself
             if not self.passes.is_known:

@@ -74,11 +74,12 @@ def begin(
     sum_of: float | Tensor | None,
     grad_scale: Tensor | None = None,
     late: bool = False,
+    first: Tensor | None = None,
 ) -> Micro:
     """The micro-batch that is about to be folded. Raises before anything is changed.
 
     grad_scale: what its gradients have been multiplied by, a tensor of one element. late: `step()` will give its count,
-    which only divides.
+    which only divides. first: the parameter whose gradient has come, where they are folded in the backward.
     """
     weighted = late or mean_of is not None or sum_of is not None
     window.check_takes_more()
@@ -99,6 +100,7 @@ def begin(
     else:
         window.graphs.check_eager(window)
     window.locate()
+    window.ddp.check(window, weighted, first)
     items = mean_of if mean_of is not None else sum_of
     if isinstance(items, Tensor):
         window.keep_live()  # whether it is 0, only the device knows
@@ -109,15 +111,22 @@ def _takes_norm(window: Window, length: int) -> bool:
     return window.pending + 1 >= length and window.ranks is None
 
 
-def check_mode(window: Window, weighted: bool) -> None:
-    """Refuse a micro-batch with item counts, or without, where the window cannot take it."""
-    mode = WEIGHTED if weighted else PLAIN
-    if weighted and any(map(is_shared, parameters(window.optimizer))):
+def check_shared(window: Window) -> None:
+    """Refuse item counts where each gradient is a mean over ranks when we get it. Raises ValueError."""
+    if any(map(is_shared, parameters(window.optimizer))):
         raise ValueError(
             f"{NAME}: mean_of and sum_of weigh micro-batches by their items, and gradients of DTensor parameters are "
             "means over ranks already, in which ranks with unequal counts weigh the same; leave the counts out, and "
             "multiply each loss (a mean over n items) by n * ranks * steps / (items of the window on all ranks)"
         )
+
+
+def check_mode(window: Window, weighted: bool) -> None:
+    """Refuse a micro-batch with item counts, or without, where the window cannot take it."""
+    mode = WEIGHTED if weighted else PLAIN
+    if weighted:
+        check_shared(window)
+        window.ddp.check_counts(window)
     if weighted and window.options.reduction == "sum":
         raise ValueError(
             f"{NAME}: mean_of and sum_of are per-item means and reduction='sum' adds micro-batches up; "

@@ -91,8 +91,8 @@ class FusedAccumOptimizer(Asked, OverRanks, Optimizer):
         be taken back by `zero_grad()`; item counts are given by `micro_batch()`, ahead of the backward.
     bucket_mb: with that, fold at this many MiB of gradients, or one that is larger.
     process_group: the ranks (processes) over which every window is reduced, once, at its end: the update is then by the
-        mean of all their micro-batches (of all their items). Every rank makes the same calls. Nothing else may reduce
-        gradients.
+        mean of all their micro-batches (of all their items). Every rank makes the same calls. `no_sync()` or `ddp_hook`
+        keep DistributedDataParallel from reducing too.
     wire_dtype: float32 or bfloat16, in which sums are sent; bfloat16 rounds them twice, whatever the number of ranks.
     fold_every, shard: only their defaults are supported.
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from fusedaccum import modes, reduction
+from contextlib import AbstractContextManager
+from typing import Any
+
+from fusedaccum import ddp, modes, reduction
 from fusedaccum.options import NAME
 from fusedaccum.window import Window
 
@@ -11,6 +14,19 @@ class OverRanks:
     """The part of `FusedAccumOptimizer` that speaks to other ranks."""
 
     _window: Window
+
+    def no_sync(self, model: Any) -> AbstractContextManager[None]:
+        """Keep a DistributedDataParallel `model` from reducing gradients, which `process_group` has the wrapper do.
+
+            with opt.no_sync(model):
+                for batch in loader:
+                    model(batch).loss.backward()
+                    opt.step()
+
+        DDP's own no_sync(): the model has to be called inside of it. Raises TypeError for what is no such model,
+        RuntimeError without process_group and after `close()`, ValueError for a model of other parameters.
+        """
+        return ddp.no_sync(self._window, model)
 
     def consolidate(self) -> None:
         """Make each rank's open window the mean of all ranks', so that any rank's `state_dict()` is whole.

@@ -16,6 +16,7 @@ from fusedaccum.boundary import Boundary
 from fusedaccum.checks import Checks
 from fusedaccum.collectives import Ranks
 from fusedaccum.counts import Counts
+from fusedaccum.ddp import Models
 from fusedaccum.flat_buffer import FlatBuffer
 from fusedaccum.in_backward import InBackward
 from fusedaccum.length import Length, Steps
@@ -59,6 +60,7 @@ class Window(Checks):
         self.last = False  # that micro_batch(last=True) was called in this window
         self.overlap: Overlap | None = None  # the reduction that has begun because of it
         self.consolidated = False
+        self.ddp = Models()
         self.closed = False
         self.saved = False  # whether the open window, as it is, was written out
         self.dropped = False  # gradients of the open window, by a count of 0
@@ -75,6 +77,7 @@ class Window(Checks):
         self.in_backward = InBackward(options.bucket_mb) if options.fold == "backward" else None
         self.live = LiveGrads() if steps is None else None
         self.hook_parameters()
+        self.ddp.of(self)  # whose forwards are known from now on
 
     # What was chosen
 
@@ -142,6 +145,7 @@ class Window(Checks):
         self._unplaced = [p for p in params if p not in self.place]
         for buffer in self.buffers:
             buffer.addresses = buffer.addresses_now()
+        self.ddp.look_again(self)
         self.hook_parameters()
         self.warn_about_precision()
 
@@ -332,6 +336,7 @@ class Window(Checks):
     def release(self) -> None:
         """Give up the buffers; the wrapper is of no further use."""
         self.closed = True
+        self.ddp.close()
         if self.in_backward is not None:
             self.in_backward.unhook()
         if self.live is not None:
