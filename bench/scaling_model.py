@@ -2,17 +2,17 @@
 
 Nothing here is a measurement. What is sent comes from bench.traffic, which counts it; the rest are these assumptions:
 
-- Computing: a forward of 2 and a backward of 4 operations per parameter and token, at `reached` of the peak. The same for
-  all setups: what adding gradients up costs on the GPU is left out.
+- Computing: a forward of 2 and a backward of 4 operations per parameter and token, at `reached` of the peak. The same
+  for all setups: what adding gradients up costs on the GPU is left out.
 - Ring collectives (all-reduce, reduce-scatter, all-gather) move their bytes at the slower of a GPU's NVLink and all
   network ports of its node together: a ring enters and leaves a node once, and there is one ring for each port. An
-  all-to-all knows no nodes: a GPU's bytes for other nodes go through its own port. `efficiency` is what is reached of
-  either.
+  all-to-all knows no nodes: a GPU's bytes for other nodes go through its own port, or its part of the node's. Of
+  either, `efficiency` is reached.
 - Latency: an all-reduce takes a tree between nodes, 2 log2(nodes) hops, and 2 (GPUs of a node - 1) inside; a
   reduce-scatter and an all-gather take one hop for each GPU of the ring, an all-to-all one for each node.
-- Overlap: work and transfer are cut into equally many pieces, of `bucket` bytes (of a layer with FSDP2); a piece is sent
-  while the next is made, without slowing it down. So a backward of time b with transfers of time c in k pieces takes
-  max(b + c / k, b / k + c).
+- Overlap: work and transfer are cut into equally many pieces, of `bucket` bytes (with FSDP2, of a layer); a piece is
+  sent while the next is made, without slowing it down. So a backward of time b with transfers of time c in k pieces
+  takes max(b + c / k, b / k + c). What is sent after the last backward overlaps nothing.
 - Updating moves 32 bytes per parameter: FP32 sum, bf16 parameter, FP32 master and two moments. With shards each GPU
   updates its own; zero1 then writes the parameters that it has received.
 - No GPU waits for a slower one, and nothing else uses the network.
@@ -37,7 +37,7 @@ class Machine:
     reached of the peaks is a guess.
     """
 
-    node: int = 8
+    node: int = 8  # GPUs
     nvlink: float = 450e9
     port: float = 50e9
     efficiency: float = 0.8
@@ -132,10 +132,11 @@ def window(machine: Machine, work: Work, gpus: int, plan: Plan) -> float:
     """Seconds from one update to the next."""
     forward = 2 * work.parameters * work.tokens / (machine.peak * machine.reached)
     backward = 2 * forward
-    buckets = work.layers if plan.forward else max(1, math.ceil(4 * work.parameters / work.bucket))
-    total = work.micro_batches * together(machine, work, gpus, forward, plan.forward, buckets)
-    total += (work.micro_batches - 1) * together(machine, work, gpus, backward, plan.backward, buckets)
-    total += together(machine, work, gpus, backward, plan.last, buckets)
+    overlapped = sum(send.width for send in plan.last) * work.parameters
+    pieces = work.layers if plan.forward else max(1, math.ceil(overlapped / work.bucket))
+    total = work.micro_batches * together(machine, work, gpus, forward, plan.forward, pieces)
+    total += (work.micro_batches - 1) * together(machine, work, gpus, backward, plan.backward, pieces)
+    total += together(machine, work, gpus, backward, plan.last, pieces)
     total += sum(transfer(machine, gpus, send, work.parameters) + latency(machine, gpus, send) for send in plan.end)
     update = 32 / gpus if plan.shares else 32
     if plan.shares and not plan.forward:

@@ -1,8 +1,8 @@
 """What one window sends between ranks, counted: python -m bench.traffic [--ranks 2 4] [--json F].
 
 Real processes train a small GPT over gloo, in each way of bench.traffic_setups. Every collective of one window is
-counted where torch takes it in (fusedaccum.demo.comms), with the bytes that the average rank has to send for it, and the bytes
-that leave each rank's sockets are read from the kernel before and after. Counts, so any machine will do, busy or not.
+counted where torch takes it in (fusedaccum.demo.comms), with the bytes that the average rank has to send for it, and
+the bytes that leave each rank's sockets are read from the kernel before and after. Counts: a busy machine will do.
 """
 
 from __future__ import annotations

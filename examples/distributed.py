@@ -24,7 +24,7 @@ from fusedaccum.demo.model import GPT
 CONTEXT, ROWS, STEPS = 64, 4, 8  # tokens in a row, rows in a micro-batch, micro-batches of each rank in an update
 
 
-def train(given: argparse.Namespace, counted: Collectives) -> None:
+def train(given: argparse.Namespace) -> None:
     torch.manual_seed(0)  # the same model on every rank
     corpus = load_corpus()
     rows = corpus.train.unfold(0, CONTEXT + 1, CONTEXT)[: given.batches * ROWS * dist.get_world_size()]
@@ -47,13 +47,15 @@ def train(given: argparse.Namespace, counted: Collectives) -> None:
         model = DistributedDataParallel(model)
         model.register_comm_hook(opt, fusedaccum.ddp_hook)  # DDP leaves the gradients to us
 
+    counted = Collectives()  # of what is inside `with counted`
     losses = []
     for index, batch in enumerate(loader):
-        if opt.will_update and not given.zero1:
-            opt.micro_batch(last=True)  # its backward sends what is complete
-        loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-        loss.backward()
-        opt.step()
+        with counted:
+            if opt.will_update and not given.zero1:
+                opt.micro_batch(last=True)  # its backward sends what is complete
+            loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+            loss.backward()
+            opt.step()
         scheduler.step()
         opt.zero_grad()
         losses.append(loss.item())
@@ -61,21 +63,22 @@ def train(given: argparse.Namespace, counted: Collectives) -> None:
             report(opt, losses, scheduler, counted)
         if given.checkpoint and index == len(loader) // 2:
             save(model, opt, given.checkpoint)
-    if opt.flush():  # the short last window; on every rank, as step()
+    with counted:
+        short = opt.flush()  # the last window; on every rank, as step()
+    if short:
         scheduler.step()
         report(opt, losses, scheduler, counted)
     check_identical(model)
 
 
 def report(opt: FusedAccumOptimizer, losses: list[float], scheduler: GatedScheduler, counted: Collectives) -> None:
-    sent = counted.sent
     loss = torch.tensor(sum(losses) / len(losses))
     dist.all_reduce(loss, op=dist.ReduceOp.AVG)
-    losses.clear()
-    counted.calls.clear()
     if dist.get_rank() == 0:
         norm, rate = opt.grad_norm, scheduler.get_last_lr()[0]
-        print(f"update {opt.updates:3}  loss {loss:.3f}  norm {norm:.2f}  next lr {rate:.2e}  sent {sent:,.0f} bytes")
+        print(f"update {opt.updates:3}  loss {loss:.3f}  norm {norm:.2f}  next lr {rate:.2e}  sent {counted.sent:,.0f} bytes")
+    losses.clear()
+    counted.calls.clear()
 
 
 def save(model: torch.nn.Module, opt: FusedAccumOptimizer, path: Path) -> None:
@@ -104,6 +107,5 @@ if __name__ == "__main__":
     ways.add_argument("--ddp", action="store_true", help="inside DistributedDataParallel")
     ways.add_argument("--zero1", action="store_true", help="optimizer state in shards")
     dist.init_process_group("gloo")
-    with Collectives() as counted:
-        train(parser.parse_args(), counted)
+    train(parser.parse_args())
     dist.destroy_process_group()

@@ -22,7 +22,7 @@ from fusedaccum.demo.model import GPT
 CONTEXT, ROWS, STEPS = 64, 4, 8  # tokens in a row, rows in a micro-batch, micro-batches of each rank in an update
 
 
-def train(given: argparse.Namespace, counted: Collectives) -> None:
+def train(given: argparse.Namespace) -> None:
     torch.manual_seed(0)  # the same model on every rank, before it is cut
     corpus = load_corpus()
     rows = corpus.train.unfold(0, CONTEXT + 1, CONTEXT)[: given.batches * ROWS * dist.get_world_size()]
@@ -40,11 +40,13 @@ def train(given: argparse.Namespace, counted: Collectives) -> None:
     )
     scheduler = GatedScheduler(CosineAnnealingLR(opt, updates), opt)
 
+    counted = Collectives()  # of what is inside `with counted`
     losses = []
     for index, batch in enumerate(loader):
-        loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-        loss.backward()
-        opt.step()
+        with counted:
+            loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+            loss.backward()
+            opt.step()
         scheduler.step()
         opt.zero_grad()
         losses.append(loss.item())
@@ -52,20 +54,21 @@ def train(given: argparse.Namespace, counted: Collectives) -> None:
             report(opt, losses, scheduler, counted)
         if given.checkpoint and index == len(loader) // 2:  # in the middle of a window; each rank writes its shards
             dcp.save({"model": model, "optimizer": opt}, checkpoint_id=given.checkpoint)
-    if opt.flush():  # the short last window; on every rank, as step()
+    with counted:
+        short = opt.flush()  # the last window; on every rank, as step()
+    if short:
         scheduler.step()
         report(opt, losses, scheduler, counted)
 
 
 def report(opt: FusedAccumOptimizer, losses: list[float], scheduler: GatedScheduler, counted: Collectives) -> None:
-    sent = counted.sent
     loss = torch.tensor(sum(losses) / len(losses))
     dist.all_reduce(loss, op=dist.ReduceOp.AVG)
-    losses.clear()
-    counted.calls.clear()
     norm, rate = opt.grad_norm, scheduler.get_last_lr()[0]
     if dist.get_rank() == 0:
-        print(f"update {opt.updates:3}  loss {loss:.3f}  norm {norm:.2f}  next lr {rate:.2e}  sent {sent:,.0f} bytes")
+        print(f"update {opt.updates:3}  loss {loss:.3f}  norm {norm:.2f}  next lr {rate:.2e}  sent {counted.sent:,.0f} bytes")
+    losses.clear()
+    counted.calls.clear()
 
 
 if __name__ == "__main__":
@@ -73,6 +76,5 @@ if __name__ == "__main__":
     parser.add_argument("--batches", type=int, default=112, help="micro-batches of each rank")
     parser.add_argument("--checkpoint", type=Path, help="folder to save to in the middle")
     dist.init_process_group("gloo")
-    with Collectives() as counted:
-        train(parser.parse_args(), counted)
+    train(parser.parse_args())
     dist.destroy_process_group()
