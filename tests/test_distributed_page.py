@@ -26,6 +26,8 @@ from fusedaccum.local import is_distributed, local
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "distributed.md").read_text()
 RECIPES = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+SYNC = "model.set_requires_gradient_sync"
+RECIPES += [recipe.replace(f"# {SYNC}", SYNC) for recipe in RECIPES if SYNC in recipe]
 Output = namedtuple("Output", ["loss"])
 
 
@@ -75,7 +77,7 @@ def run_all(path):
 def test_recipes_run(tmp_path):
     """19 micro-batches in windows of 8, on each rank; where the ranks hold the same, they hold the same bits."""
     first, second = on_ranks(2, run_all, tmp_path / "saved.pt")
-    assert len(first) == 7
+    assert len(first) == 8
     for number, ((counts, moved, mine), (others, _, theirs)) in enumerate(zip(first, second, strict=True)):
         flushed, saves = "flush()" in RECIPES[number], "consolidate" in RECIPES[number]
         assert counts == others == ((3, 0) if flushed else (0, 3) if saves else (2, 3))
