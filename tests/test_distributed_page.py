@@ -63,7 +63,6 @@ def run_recipe(number, path):
     opt = names["opt"]
     counts = (opt.updates, opt.pending)
     opt.reset()
-    opt.close()
     after = list(model.parameters())
     shared = [is_distributed(p) for p in after]
     moved = [False if s else not torch.equal(p, q) for p, q, s in zip(before, after, shared, strict=True)]
