@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import pickle
 import re
 from collections import namedtuple
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch
 import torch.distributed as dist
 from processes import on_ranks
 from torch.distributed.fsdp import fully_shard
+from torch.nn import Linear
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
@@ -82,6 +85,73 @@ def test_recipes_run(tmp_path):
         assert counts == others == ((3, 0) if flushed else (0, 3) if saves else (2, 3))
         assert moved == (not saves and "fully_shard" not in RECIPES[number])
         assert mine is None or torch.equal(mine, theirs)
+
+
+def wrap(net=None, make=AdamW, steps=2, **options):
+    return FusedAccumOptimizer(make((net or Linear(4, 4)).parameters()), steps=steps, **options)
+
+
+def in_group(**options):
+    return wrap(process_group=dist.group.WORLD, **options)
+
+
+def backward_of_ddp(model=None, **options):
+    """One micro-batch of DDP, under no_sync() where a model is given already."""
+    shared = model or DistributedDataParallel(Linear(4, 4))
+    opt = wrap(shared, **options)
+    with shared.no_sync() if model else contextlib.nullcontext():
+        shared(torch.ones(1, 4, dtype=next(shared.parameters()).dtype)).sum().backward()
+    opt.step()
+
+
+def consolidate_unequal():
+    opt = in_group()
+    for _ in range(dist.get_rank()):
+        opt.step()
+    opt.consolidate()
+
+
+ZERO1 = {"shard": "zero1"}
+REFUSED = [
+    [lambda: in_group(steps=None)],
+    [lambda: in_group(nonfinite="skip_micro"), lambda: in_group(amp_scaling=True)],
+    [lambda: wrap(fully_shard(Linear(4, 4)), process_group=dist.group.WORLD)],
+    [
+        lambda: wrap(wire_dtype=torch.bfloat16),
+        lambda: wrap(**ZERO1),
+        lambda: wrap().no_sync(DistributedDataParallel(Linear(4, 4))),
+        lambda: wrap(fold="backward").micro_batch(last=True),
+    ],
+    [
+        lambda: in_group(fold="backward", **ZERO1).micro_batch(last=True),
+        lambda: in_group(make=torch.optim.RMSprop, **ZERO1),
+    ],
+    [lambda: backward_of_ddp(DistributedDataParallel(Linear(4, 4)))],
+    [lambda: backward_of_ddp(fold="backward")],
+    [lambda: backward_of_ddp(DistributedDataParallel(Linear(4, 4).bfloat16()), steps=None)],
+    [consolidate_unequal],
+    [lambda: pickle.dumps(in_group())],
+]
+
+
+def refusals():
+    """What each of REFUSED raises; None where nothing is."""
+    raised = []
+    for calls in REFUSED:
+        for call in calls:
+            try:
+                call()
+                raised.append(None)
+            except (RuntimeError, TypeError, ValueError) as error:
+                raised.append(str(error))
+    return raised
+
+
+def test_what_the_page_lists_as_refused_is_refused():
+    rows = re.search(r"is refused, before anything.*?\n\n\| \|.*?\n\n", PAGE, re.DOTALL)[0].count("\n| ") - 1
+    assert rows == len(REFUSED)
+    for raised in on_ranks(2, refusals):
+        assert [error for error in raised if not (error or "").startswith("FusedAccumOptimizer: ")] == []
 
 
 def section(name):
