@@ -75,10 +75,8 @@ def report(opt: FusedAccumOptimizer, losses: list[float], scheduler: GatedSchedu
     loss = torch.tensor(sum(losses) / len(losses))
     dist.all_reduce(loss, op=dist.ReduceOp.AVG)
     if dist.get_rank() == 0:
-        norm, rate = opt.grad_norm, scheduler.get_last_lr()[0]
-        print(
-            f"update {opt.updates:3}  loss {loss:.3f}  norm {norm:.2f}  next lr {rate:.2e}  sent {counted.sent:,.0f} bytes"
-        )
+        norm, rate, sent = opt.grad_norm, scheduler.get_last_lr()[0], counted.sent
+        print(f"update {opt.updates:3}  loss {loss:.3f}  norm {norm:.2f}  next lr {rate:.2e}  sent {sent:,.0f} bytes")
     losses.clear()
     counted.calls.clear()
 

@@ -64,11 +64,9 @@ def train(given: argparse.Namespace) -> None:
 def report(opt: FusedAccumOptimizer, losses: list[float], scheduler: GatedScheduler, counted: Collectives) -> None:
     loss = torch.tensor(sum(losses) / len(losses))
     dist.all_reduce(loss, op=dist.ReduceOp.AVG)
-    norm, rate = opt.grad_norm, scheduler.get_last_lr()[0]
+    norm, rate, sent = opt.grad_norm, scheduler.get_last_lr()[0], counted.sent
     if dist.get_rank() == 0:
-        print(
-            f"update {opt.updates:3}  loss {loss:.3f}  norm {norm:.2f}  next lr {rate:.2e}  sent {counted.sent:,.0f} bytes"
-        )
+        print(f"update {opt.updates:3}  loss {loss:.3f}  norm {norm:.2f}  next lr {rate:.2e}  sent {sent:,.0f} bytes")
     losses.clear()
     counted.calls.clear()
 
