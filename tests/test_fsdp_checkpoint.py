@@ -69,6 +69,8 @@ def saves(folder):
             feed(model, wrapper, 0, cut)
             dcp.save({"model": model, "opt": wrapper}, checkpoint_id=f"{folder}/{number}-{cut}")
             at_cut = facts(model, wrapper)
+            sums = whole(wrapper.state_dict()["fusedaccum"]["sharded"]["sums"].values())
+            assert all(bool(s.any()) == (cut == 6) for s in sums)  # nothing of a window that is over is saved
             stream = io.BytesIO()
             torch.save({"model": model.state_dict(), "opt": wrapper.state_dict()}, stream)
             feed(model, wrapper, cut, END)
