@@ -15,7 +15,7 @@ from fusedaccum import FusedAccumOptimizer
 
 pytestmark = LOW_PRECISION
 
-STEPS, MICRO_BATCHES = 4, 12
+STEPS, MICRO_BATCHES = 4, 8
 MAKERS = {
     "adamw": lambda params: AdamW(params, lr=0.01, weight_decay=0.1),
     "sgd": lambda params: SGD(params, lr=0.1, momentum=0.9),

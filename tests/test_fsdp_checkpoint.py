@@ -69,15 +69,17 @@ def saves(folder):
             feed(model, wrapper, 0, cut)
             dcp.save({"model": model, "opt": wrapper}, checkpoint_id=f"{folder}/{number}-{cut}")
             at_cut = facts(model, wrapper)
+            sums = whole(wrapper.state_dict()["fusedaccum"]["sharded"]["sums"].values())
+            assert all(bool(s.any()) == (cut == 6) for s in sums)  # nothing of a window that is over is saved
             stream = io.BytesIO()
             torch.save({"model": model.state_dict(), "opt": wrapper.state_dict()}, stream)
             feed(model, wrapper, cut, END)
             at_end = facts(model, wrapper)
-            for way in (_by_torch_save, _by_pickle, _by_deepcopy):
-                twin, copied = way(stream, dtype, options, cut)
-                assert facts(twin, copied) == at_cut, (number, cut, way)
-                feed(twin, copied, cut, END)
-                assert facts(twin, copied) == at_end, (number, cut, way)
+            way = WAYS[(number + CUTS.index(cut)) % 3]
+            twin, copied = way(stream, dtype, options, cut)
+            assert facts(twin, copied) == at_cut, (number, cut, way)
+            feed(twin, copied, cut, END)
+            assert facts(twin, copied) == at_end, (number, cut, way)
             found.append((at_cut, at_end))
     return found
 
@@ -118,10 +120,13 @@ def _by_deepcopy(stream, dtype, options, cut):
     return model, wrapper
 
 
-def loads(folder):
+WAYS = (_by_torch_save, _by_pickle, _by_deepcopy)
+
+
+def loads(folder, cuts):
     found = []
     for number, (dtype, options) in enumerate(CASES):
-        for cut in CUTS:
+        for cut in cuts:
             model, wrapper = build(dtype, options)
             feed(model, wrapper, 0, 3 if cut == 6 else 0)  # a window of its own, that loading has to drop
             get_optimizer_state_dict(model, wrapper)  # the state that DCP loads into
@@ -136,9 +141,10 @@ def loads(folder):
 def test_a_window_is_loaded_bit_by_bit_into_other_meshes(tmp_path):
     saved = on_ranks(2, saves, str(tmp_path))
     assert saved[0] == saved[1]
-    for ranks in (2, 4, 1):
-        for loaded in on_ranks(ranks, loads, str(tmp_path)):
-            for case, ((at_cut, at_end), (was_cut, was_end)) in enumerate(zip(loaded, saved[0], strict=True)):
+    for ranks, cuts in ((2, CUTS), (4, CUTS[:1]), (1, CUTS)):
+        expected = [each for k, each in enumerate(saved[0]) if CUTS[k % 2] in cuts]
+        for loaded in on_ranks(ranks, loads, str(tmp_path), cuts):
+            for case, ((at_cut, at_end), (was_cut, was_end)) in enumerate(zip(loaded, expected, strict=True)):
                 assert at_cut == was_cut, (ranks, case)
                 assert at_end[1:] == was_end[1:], (ranks, case)
                 assert ranks != 2 or at_end == was_end, (ranks, case)
