@@ -104,10 +104,16 @@ class FlatBuffer:
     params: n parameters, float32, bfloat16, float16 or complex64 (a pair of float32), in the order of their segments.
     They are what the rest of the code knows segments by; the memory of segment k, with its shape, order and address, is
     that of `data(k)`. spread: where they are DTensors, the ranks that hold parts of them, or copies; else None.
+    shares: the number of ranks that get an equal run of the buffer, which begins on a multiple of ALIGN elements.
     """
 
     def __init__(
-        self, params: list[Tensor], device: torch.device, backend: ModuleType, spread: Spread | None = None
+        self,
+        params: list[Tensor],
+        device: torch.device,
+        backend: ModuleType,
+        spread: Spread | None = None,
+        shares: int = 1,
     ) -> None:
         self.params = params
         self.device = device
@@ -125,7 +131,7 @@ class FlatBuffer:
         self.sparse: set[int] = set()
         self.numels = [p.numel() * (2 if p.is_complex() else 1) for p in memory]
         self.segments, self.tiles, size = layout(self.numels, device)
-        self.flat = torch.zeros(size, dtype=torch.float32, device=device)
+        self.flat = self.allocate(-(-size // (ALIGN * shares)) * ALIGN * shares)
         self.partials = torch.zeros(len(self.tiles), dtype=torch.float64, device=device)
         self.marks = torch.zeros(len(params), dtype=torch.uint8, device="cpu")
         self._parts: dict[int, list[Part]] = {}
@@ -157,6 +163,10 @@ class FlatBuffer:
         what = (self.device.type, [(str(p.dtype), n) for p, n in zip(self.params, self.numels, strict=True)])
         return hashlib.sha256(repr(what).encode()).digest()
 
+    def allocate(self, size: int) -> Tensor:
+        """The memory of the segments: float32[size]."""
+        return torch.zeros(size, dtype=torch.float32, device=self.device)
+
     def data(self, k: int) -> Tensor:
         """The plain tensor whose memory segment k is the sum for and updates: on this rank, of the k-th parameter."""
         return local(self.params[k])
@@ -164,6 +174,10 @@ class FlatBuffer:
     def memory(self) -> list[Tensor]:
         """`data(k)` of every segment, to be read only."""
         return list(map(local, self.params)) if self.spread is not None else self.params
+
+    def state_shape(self, k: int) -> torch.Size:
+        """The shape of what the optimizer keeps for segment k."""
+        return self.params[k].shape
 
     def addresses_now(self) -> list[int]:
         """Where the parameters lie in memory. `addresses` is where they lay when they were last judged."""
@@ -330,6 +344,12 @@ class FlatBuffer:
     def rescale(self, factor: float | Tensor) -> None:
         """Multiply what this window holds by `factor`, a number or a tensor of one element on any device."""
         self.backend.rescale(self.flat, self.marks, self.segments, self.tiles, self._scalar(factor))
+
+    def padding(self) -> list[Tensor]:
+        """Views of the elements between segments, and behind the last."""
+        ends = (self.segments[:, 0] + self.segments[:, 1]).tolist()
+        starts = [*self.segments[1:, 0].tolist(), self.flat.numel()]
+        return [self.flat[end:start] for end, start in zip(ends, starts, strict=True) if end < start]
 
     def stale_norm(self) -> None:
         """Forget the partial sums: somebody may have written to the segments."""

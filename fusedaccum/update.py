@@ -301,7 +301,7 @@ class _FusedSide:
 Update = FusedUpdate | WrappedUpdate
 
 # Options that only the fused update has a use for, and the values that ask for nothing.
-FUSED_ONLY = {"state_dtype": None, "master_weights": False, "rounding": "nearest"}
+FUSED_ONLY = {"state_dtype": None, "master_weights": False, "rounding": "nearest", "shard": None}
 
 
 def choose(optimizer: Optimizer, options: Options, more: Sequence[Tensor] = (), live: bool = False) -> Update:
@@ -321,6 +321,11 @@ def choose(optimizer: Optimizer, options: Options, more: Sequence[Tensor] = (), 
     if options.update == "fused" and reason is not None:
         raise ValueError(f"{NAME}: update='fused' is not possible because {reason}; use update='auto' or 'wrapped'")
     if options.update != "wrapped" and reason is None:
+        if options.shard is not None and any(map(is_distributed, [*parameters(optimizer), *more])):
+            raise ValueError(
+                f"{NAME}: shard={options.shard!r} shares plain parameters out among ranks, and a DTensor is shared out "
+                "already, with its optimizer state; leave shard out"
+            )
         if options.rounding == "stochastic":
             check_rounded([*parameters(optimizer), *more])
         return FusedUpdate(optimizer, options)
