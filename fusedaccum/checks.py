@@ -76,15 +76,6 @@ class Checks:
                 "them, or save them, after step()"
             )
 
-    def check_may_probe(self: Window) -> None:
-        """Refuse to have the wrapped optimizer make its state for `torch.distributed.checkpoint`."""
-        if self.zero1 is not None:
-            raise RuntimeError(
-                f"{NAME}: torch.distributed.checkpoint's helpers make a state by step() with a learning rate of 0, and "
-                "with shard='zero1' each rank has a share of it; save the wrapper itself, or call consolidate() on "
-                "every rank and save its state_dict()"
-            )
-
     def check_may_move(self: Window, buffers: list[FlatBuffer]) -> list[FlatBuffer]:
         """`buffers`, which are to take the place of those that are there; refused while ranks hold shares of them."""
         if self.zero1 is not None and self.reduced is not None and buffers != self.buffers:

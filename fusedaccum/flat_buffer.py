@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fusedaccum.local import local
+from fusedaccum.memory_order import dense_stride, densified, in_memory_order
 from fusedaccum.ops import ALIGN, TILE, TOTAL, TOUCHED
 
 if TYPE_CHECKING:
@@ -63,34 +64,6 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda":
         tensor = tensor.pin_memory()  # torch keeps the pinned memory until the copy is over
     return tensor.to(device, non_blocking=True)
-
-
-def dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """The strides in which a dense tensor made like `tensor` holds its elements: `tensor`'s own where it is dense.
-
-    That is the memory order of a segment, and of the moments `torch.zeros_like` makes.
-    """
-    return torch.empty_like(tensor.detach(), device="meta").stride()
-
-
-def in_memory_order(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """`tensor`'s elements as a 1-D float tensor in the order of `stride`: a view where it has that order, else a copy.
-
-    Complex tensors are read as pairs of floats.
-    """
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    if tensor.stride() != stride:
-        tensor = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-    flat = tensor.as_strided((tensor.numel(),), (1,))
-    return torch.view_as_real(flat).view(-1) if tensor.is_complex() else flat
-
-
-def densified(grad: Tensor) -> Tensor:
-    """A sparse gradient as a dense one of float32 (complex64 as it is). Entries that stand there twice are added up."""
-    grad = grad.detach()
-    # Converted first: to_dense() would add entries of a 16-bit format up in 16 bits.
-    values = grad._values() if grad.is_complex() else grad._values().float()
-    return torch.sparse_coo_tensor(grad._indices(), values, grad.shape, check_invariants=False).to_dense()
 
 
 def _among(segments: Set[int], here: range, count: int) -> Set[int]:

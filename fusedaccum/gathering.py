@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fusedaccum.collectives import as_bits, from_bits
-from fusedaccum.flat_buffer import FLOAT_DTYPES, dense_stride, in_memory_order
+from fusedaccum.flat_buffer import FLOAT_DTYPES
+from fusedaccum.memory_order import dense_stride, in_memory_order
 from fusedaccum.options import NAME, parameters
 from fusedaccum.rules import Rule
 from fusedaccum.shares import Cut

@@ -209,8 +209,8 @@ class FusedAccumOptimizer(Asked, OverRanks, Optimizer):
             counts = micro.counts_of(window, *given)  # after the closure, which may have called micro_batch()
             with modes.no_grad():
                 if closure is None and not capture.is_capturing() and folding.is_state_probe(window.optimizer):
-                    window.check_may_probe()
-                    window.optimizer.step()
+                    if window.zero1 is None:  # else each rank has pieces, which torch's helpers cannot hold
+                        window.optimizer.step()
                     return loss
                 window.nesting.look(window)
                 window.micro_batch(*counts, *verdict)

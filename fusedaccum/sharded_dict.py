@@ -13,15 +13,15 @@ from torch import Tensor
 
 from fusedaccum import checkpoint, folding, loaded_state
 from fusedaccum.checkpoint import KEY
-from fusedaccum.flat_buffer import dense_stride, in_memory_order
 from fusedaccum.gathering import Kept
+from fusedaccum.memory_order import dense_stride, in_memory_order
 from fusedaccum.options import NAME
 from fusedaccum.shares import piece_of
 
 if TYPE_CHECKING:
     from fusedaccum.window import Window
 
-SHARD = "shard"  # under KEY: {"rank r of n": (cuts, state, masters)}, each a tuple with an entry a parameter
+SHARD = "zero1"  # under KEY: {"rank r of n": (cuts, state, masters)}, each a tuple with an entry a parameter
 
 
 def _label(window: Window) -> str:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fusedaccum.flat_buffer import FlatBuffer, dense_stride, in_memory_order
+from fusedaccum.flat_buffer import FlatBuffer
+from fusedaccum.memory_order import dense_stride, in_memory_order
 from fusedaccum.ops import TOUCHED
 
 # Who holds which elements of a parameter, in memory order: (rank, start, stop), one after the other.

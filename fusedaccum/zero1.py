@@ -18,8 +18,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fusedaccum import gathering
 from fusedaccum.collectives import Ranks
-from fusedaccum.flat_buffer import FlatBuffer, in_memory_order
+from fusedaccum.flat_buffer import FlatBuffer
 from fusedaccum.gathering import Held, Kept
+from fusedaccum.memory_order import in_memory_order
 from fusedaccum.options import NAME, parameters
 from fusedaccum.shares import Cut, Share, cuts_of, piece_of
 
