@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,14 @@ class Kept:
     entries: dict[str, Any]
     master: Tensor | None
 
+    def each(self, change: Callable[[Tensor], Tensor]) -> Kept:
+        """The same with every moment and the master changed."""
+        entries = {
+            key: change(value) if key in self.slots and isinstance(value, Tensor) else value
+            for key, value in self.entries.items()
+        }
+        return Kept(self.slots, entries, None if self.master is None else change(self.master))
+
     @classmethod
     def of_whole(cls, rule: Rule, p: Tensor, entries: dict[str, Any], master: Tensor | None) -> Kept:
         """From entries of the parameter's shape. master: 1-D. Raises ValueError for one of another shape."""
@@ -47,11 +55,7 @@ class Kept:
 
     def cut(self, start: int, stop: int) -> Kept:
         """The same of a run of elements, in memory of its own."""
-        entries = {
-            key: value[start:stop].clone() if key in self.slots and isinstance(value, Tensor) else value
-            for key, value in self.entries.items()
-        }
-        return Kept(self.slots, entries, None if self.master is None else self.master[start:stop].clone())
+        return self.each(lambda value: value[start:stop].clone())
 
 
 @dataclass
@@ -72,7 +76,9 @@ def gather(window: Window, params: Sequence[Tensor], to: int | None = None) -> I
         return
     ranks, slots = window.ranks, window.update.rule.slots
     names = (*slots, "master")
-    mine = [_pieces(window, p) for p in params]
+    shares = window.zero1.shares(window.buffers)
+    unstarted = {id(p) for share in shares for p in window.update.side(share).state.unstarted()}
+    mine = [_pieces(window, p, id(p) in unstarted) for p in params]
     facts = [-1 if to is None else to]
     for pieces, step in mine:
         codes = [FLOAT_DTYPES.index(t.dtype) + 1 if (t := pieces.get(name)) is not None else 0 for name in names]
@@ -85,7 +91,7 @@ def gather(window: Window, params: Sequence[Tensor], to: int | None = None) -> I
         _check_same(window, p, [told[1 + i * width : 1 + (i + 1) * width] for told in everybody])
     for i, (p, (pieces, _)) in enumerate(zip(params, mine, strict=True)):
         cut = window.zero1.cuts[p]
-        told = everybody[cut[0][0]][1 + i * width : 1 + (i + 1) * width]
+        told = everybody[cut.pieces[0][0]][1 + i * width : 1 + (i + 1) * width]
         entries: dict[str, Any] = {}
         if told[-2]:
             entries["step"] = torch.tensor(from_bits(told[-1]), dtype=torch.float32, device="cpu")
@@ -96,9 +102,9 @@ def gather(window: Window, params: Sequence[Tensor], to: int | None = None) -> I
         yield p, Kept(slots, entries, master) if to in (None, ranks.rank) else Kept(slots, {}, None)
 
 
-def _pieces(window: Window, p: Tensor) -> tuple[dict[str, Tensor], float | None]:
-    """This rank's pieces of what is kept for `p`, and its step count."""
-    entries = window.optimizer.state.get(p, {})
+def _pieces(window: Window, p: Tensor, unstarted: bool) -> tuple[dict[str, Tensor], float | None]:
+    """This rank's pieces of what is kept for `p`, and its step count. A buffer that no update has started is none."""
+    entries = {} if unstarted else window.optimizer.state.get(p, {})
     pieces = {slot: entries[slot] for slot in window.update.rule.slots if isinstance(entries.get(slot), Tensor)}
     if (master := window.zero1.master(window, p)) is not None:
         pieces["master"] = master
@@ -106,7 +112,7 @@ def _pieces(window: Window, p: Tensor) -> tuple[dict[str, Tensor], float | None]
 
 
 def _check_same(window: Window, p: Tensor, told: list[list[int]]) -> None:
-    seen = {tuple(told[rank]) for rank, _, _ in window.zero1.cuts[p]}
+    seen = {tuple(told[rank]) for rank, _, _ in window.zero1.cuts[p].pieces}
     if len(seen) > 1:
         raise RuntimeError(
             f"{NAME}: ranks hold pieces of the state of a parameter of shape {tuple(p.shape)} that do not belong "
@@ -119,8 +125,8 @@ def _assemble(window: Window, p: Tensor, cut: Cut, mine: Tensor | None, dtype: t
     """1-D, in memory order; of no use on ranks other than `to`."""
     ranks = window.ranks
     wanted = to in (None, ranks.rank)
-    whole = torch.empty(cut[-1][2] if wanted else 0, dtype=dtype, device=p.device)
-    for rank, start, stop in cut:
+    whole = torch.empty(cut.numel if wanted else 0, dtype=dtype, device=p.device)
+    for rank, start, stop in cut.pieces:
         if rank == ranks.rank:
             piece = mine.to(p.device)
         else:
@@ -134,25 +140,19 @@ def _assemble(window: Window, p: Tensor, cut: Cut, mine: Tensor | None, dtype: t
 def hold(window: Window, to: int | None) -> Held | None:
     """The whole state on the CPU, on every rank or on rank `to`; elsewhere None. A collective."""
     zero1, held = window.zero1, Held({}, {})
-    zero1.shares(window.buffers)
     order = dict.fromkeys(parameters(window.optimizer))
-    unstarted = {id(p) for share in zero1.shares(window.buffers) for p in window.update.side(share).state.unstarted()}
     for p, kept in gather(window, [p for p in order if p in zero1.cuts], to):
-        _put(held, p, kept, id(p) in unstarted)
+        _put(held, p, kept, zero1.cuts[p])
     for p in order:
         if p not in zero1.cuts and (entries := window.optimizer.state.get(p)):
-            _put(held, p, Kept.of_whole(window.update.rule, p, entries, zero1.master(window, p)), False)
+            kept = Kept.of_whole(window.update.rule, p, entries, zero1.master(window, p))
+            _put(held, p, kept, Cut(tuple(p.shape), dense_stride(p), ()))
     return held if to in (None, window.ranks.rank) else None
 
 
-def _put(held: Held, p: Tensor, kept: Kept, unstarted: bool) -> None:
-    def shaped(flat: Tensor) -> Tensor:
-        return flat.detach().to("cpu", copy=True).as_strided(p.shape, dense_stride(p))
-
-    entries = {key: shaped(v) if key in kept.slots and isinstance(v, Tensor) else v for key, v in kept.entries.items()}
-    if unstarted:
-        entries.pop("momentum_buffer", None)
-    if entries:
-        held.state[p] = entries
-    if kept.master is not None:
-        held.masters[p] = shaped(kept.master)
+def _put(held: Held, p: Tensor, kept: Kept, cut: Cut) -> None:
+    shaped = kept.each(lambda flat: flat.detach().to("cpu", copy=True).as_strided(cut.shape, cut.stride))
+    if shaped.entries:
+        held.state[p] = shaped.entries
+    if shaped.master is not None:
+        held.masters[p] = shaped.master

@@ -16,7 +16,7 @@ from fusedaccum.checkpoint import KEY
 from fusedaccum.gathering import Kept
 from fusedaccum.memory_order import dense_stride, in_memory_order
 from fusedaccum.options import NAME
-from fusedaccum.shares import piece_of
+from fusedaccum.shares import Cut
 
 if TYPE_CHECKING:
     from fusedaccum.window import Window
@@ -87,9 +87,9 @@ class Opened:
         cuts, masters, state = (
             {p: v for p, v in zip(positions.values(), part, strict=True) if v is not None} for part in parts
         )
-        for p, cut in cuts.items():
-            _check_piece(p, cut, piece_of(cut, window.ranks.rank), {**state.get(p, {}), "master": masters.get(p)})
-        self._cuts, self._masters = cuts, masters
+        self._cuts, self._masters = {p: Cut(*cut) for p, cut in cuts.items()}, masters
+        for p, cut in self._cuts.items():
+            _check_piece(p, cut, cut.of(window.ranks.rank), {**state.get(p, {}), "master": masters.get(p)})
         self.state_dict["state"] = {i: dict(state[p]) for i, p in positions.items() if p in state}
         self.state_dict["param_groups"] = self.state_dict["param_groups"][:-1]
         self.saved = {
@@ -117,7 +117,7 @@ class Opened:
                     self._masters[p] = flat
                 continue
             kept = Kept.of_whole(window.update.rule, p, state.pop(key := keys.get(p, i), {}), flat)
-            if (piece := piece_of(self._cuts[p], window.ranks.rank)) is None:
+            if (piece := self._cuts[p].of(window.ranks.rank)) is None:
                 continue
             mine = kept.cut(*piece)
             if mine.entries:
@@ -134,7 +134,7 @@ class Opened:
             self.window.zero1.take(self.window, self._cuts, self._masters)
 
 
-def _check_piece(p: Tensor, cut: Any, piece: tuple[int, int] | None, entries: dict[str, Any]) -> None:
+def _check_piece(p: Tensor, cut: Cut, piece: tuple[int, int] | None, entries: dict[str, Any]) -> None:
     numel = 0 if piece is None else piece[1] - piece[0]
     for name, value in entries.items():
         if isinstance(value, Tensor) and name != "step" and value.shape != (numel,):
@@ -142,8 +142,8 @@ def _check_piece(p: Tensor, cut: Any, piece: tuple[int, int] | None, entries: di
                 f"{NAME}: the saved piece of {name!r} has shape {tuple(value.shape)} and must be 1-D of {numel} "
                 f"elements, this rank's of a parameter of shape {tuple(p.shape)}; load an undamaged file"
             )
-    if cut[-1][2] != p.numel():
+    if cut.shape != tuple(p.shape):
         raise ValueError(
-            f"{NAME}: the saved pieces are of a parameter of {cut[-1][2]} elements and this one has shape "
-            f"{tuple(p.shape)}; load them into an optimizer over the same parameters in the same order"
+            f"{NAME}: the saved pieces are of a parameter of shape {cut.shape} and this one has {tuple(p.shape)}; load "
+            "them into an optimizer over the same parameters in the same order"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +12,24 @@ from fusedaccum.flat_buffer import FlatBuffer
 from fusedaccum.memory_order import dense_stride, in_memory_order
 from fusedaccum.ops import TOUCHED
 
-# Who holds which elements of a parameter, in memory order: (rank, start, stop), one after the other.
-Cut = tuple[tuple[int, int, int], ...]
+
+class Cut(NamedTuple):
+    """Who holds which elements of a parameter.
+
+    shape, stride: by which its elements are in order. pieces: (rank, start, stop), one after the other.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    pieces: tuple[tuple[int, int, int], ...]
+
+    def of(self, rank: int) -> tuple[int, int] | None:
+        """(start, stop) of what `rank` holds; None where it holds nothing."""
+        return next(((start, stop) for r, start, stop in self.pieces if r == rank), None)
+
+    @property
+    def numel(self) -> int:
+        return self.pieces[-1][2]
 
 
 def cuts_of(buffer: FlatBuffer, ranks: int) -> list[Cut]:
@@ -21,21 +38,12 @@ def cuts_of(buffer: FlatBuffer, ranks: int) -> list[Cut]:
     """
     share = buffer.flat.numel() // ranks
     cuts = []
-    for offset, numel in buffer.segments.tolist():
+    for k, (offset, numel) in enumerate(buffer.segments.tolist()):
         first = min(offset // share, ranks - 1) if share else 0
         last = max(first, (offset + numel - 1) // share) if share else 0
-        cuts.append(
-            tuple(
-                (rank, max(0, rank * share - offset), min(numel, (rank + 1) * share - offset))
-                for rank in range(first, last + 1)
-            )
-        )
+        pieces = [(r, max(0, r * share - offset), min(numel, (r + 1) * share - offset)) for r in range(first, last + 1)]
+        cuts.append(Cut(tuple(buffer.shapes[k]), tuple(buffer.strides[k]), tuple(pieces)))
     return cuts
-
-
-def piece_of(cut: Cut, rank: int) -> tuple[int, int] | None:
-    """(start, stop) of what `rank` holds; None where it holds nothing."""
-    return next(((start, stop) for r, start, stop in cut if r == rank), None)
 
 
 class Share(FlatBuffer):
@@ -46,7 +54,7 @@ class Share(FlatBuffer):
     """
 
     def __init__(self, whole: FlatBuffer, rank: int, ranks: int) -> None:
-        pieces = [piece_of(cut, rank) for cut in cuts_of(whole, ranks)]
+        pieces = [cut.of(rank) for cut in cuts_of(whole, ranks)]
         there = [k for k, piece in enumerate(pieces) if piece is not None]
         self.source = whole
         self.ranges = [pieces[k] for k in there]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from operator import is_
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from fusedaccum.flat_buffer import FlatBuffer
 from fusedaccum.gathering import Held, Kept
 from fusedaccum.memory_order import in_memory_order
 from fusedaccum.options import NAME, parameters
-from fusedaccum.shares import Cut, Share, cuts_of, piece_of
+from fusedaccum.shares import Cut, Share, cuts_of
 
 if TYPE_CHECKING:
     from fusedaccum.window import Window
@@ -66,13 +66,19 @@ class Zero1:
             return
         self._digest = None
         wanted = self.wanted(buffers)
+        moving = [p for p, cut in wanted.items() if p in self.cuts and self.cuts[p] != cut]
+        for p in moving:
+            if self.cuts[p].shape != wanted[p].shape:
+                raise ValueError(
+                    f"{NAME}: the state of a parameter of shape {wanted[p].shape} was made when its shape was "
+                    f"{self.cuts[p].shape}; they must be equal: load a state that belongs to these parameters"
+                )
         whole = {p: self._whole(window, p) for p in wanted if p not in self.cuts}
         gone = [share for buffer, share in self._shares.items() if not any(buffer is b for b in buffers)]
         window.update.replace(gone, [])  # parks their masters
         self._shares = {b: self._shares.get(b) or Share(b, self.ranks.rank, self.ranks.size) for b in buffers}
-        moving = [p for p, cut in wanted.items() if p in self.cuts and self.cuts[p] != cut]
         for p, kept in gathering.gather(window, moving):
-            self._keep(window, p, wanted[p], kept)
+            self._keep(window, p, wanted[p], kept.each(lambda flat, p=p: self._reordered(flat, p, wanted[p])))
         for p, kept in whole.items():
             self._keep(window, p, wanted[p], kept)
         for share in self._shares.values():
@@ -95,11 +101,16 @@ class Zero1:
             window.update.rule, p, window.optimizer.state.get(p, {}), None if not parked else parked[0]
         )
 
+    def _reordered(self, flat: Tensor, p: Tensor, cut: Cut) -> Tensor:
+        """`flat`, in the memory order that `p` had, in the order of `cut`."""
+        was = self.cuts[p]
+        return flat if was.stride == cut.stride else in_memory_order(flat.as_strided(was.shape, was.stride), cut.stride)
+
     def _keep(self, window: Window, p: Tensor, cut: Cut, kept: Kept) -> None:
         """Keep this rank's piece of what there is of `p`, in memory of its own."""
         window.optimizer.state.pop(p, None)
         window.update.parked.pop(p, None)
-        if (piece := piece_of(cut, self.ranks.rank)) is not None:
+        if (piece := cut.of(self.ranks.rank)) is not None:
             mine = kept.cut(*piece)
             if mine.entries:
                 window.optimizer.state[p] = mine.entries
@@ -109,25 +120,27 @@ class Zero1:
 
     def master(self, window: Window, p: Tensor) -> Tensor | None:
         """This rank's piece of the master of `p`, in memory order; None where there is none."""
+        if (parked := window.update.parked.get(p)) is not None:
+            return parked[0]
         buffer, k = window.place.get(p, (None, 0))
         share = self._shares.get(buffer) if buffer is not None else None
-        if share is not None and share.here.start <= k < share.here.stop:
-            return window.update.master(share, k - share.here.start)
-        parked = window.update.parked.get(p)
-        return parked[0] if parked else None
+        if share is None or not share.here.start <= k < share.here.stop:
+            return None
+        return window.update.master(share, k - share.here.start)
 
-    def pieces(self, window: Window) -> tuple[tuple[Cut | None, ...], tuple[Tensor | None, ...]]:
-        """(how each parameter is cut, this rank's piece of each master), in order of the parameters."""
+    def pieces(self, window: Window) -> tuple[tuple[Any, ...], tuple[Tensor | None, ...]]:
+        """(how each parameter is cut, as plain tuples; this rank's piece of each master), by position."""
         params = dict.fromkeys(parameters(window.optimizer))
         self.shares(window.buffers)  # where parameters lie now
-        return tuple(self.cuts.get(p) for p in params), tuple(self.master(window, p) for p in params)
+        cuts = tuple(tuple(self.cuts[p]) if p in self.cuts else None for p in params)
+        return cuts, tuple(self.master(window, p) for p in params)
 
-    def take_pieces(self, window: Window, cuts: Sequence[Cut | None], masters: Sequence[Tensor | None]) -> None:
+    def take_pieces(self, window: Window, cuts: Sequence[Any], masters: Sequence[Tensor | None]) -> None:
         """`take` what `pieces` returned."""
         params = [*dict.fromkeys(parameters(window.optimizer))]
         self.take(
             window,
-            {p: cut for p, cut in zip(params, cuts, strict=True) if cut is not None},
+            {p: Cut(*cut) for p, cut in zip(params, cuts, strict=True) if cut is not None},
             {p: master for p, master in zip(params, masters, strict=True) if master is not None},
         )
 
