@@ -149,7 +149,8 @@ SHOWN = {
 WAYS_OUT = {
     "doing": "A rank that has run out of data calls step() without a gradient as often as the others with one; "
     "flush(), consolidate() and micro_batch(last=True) are called on every rank, or on none",
-    "layout": "The optimizers must hold parameters of the same shapes in the same order, frozen alike",
+    "layout": "The optimizers must hold parameters of the same shapes in the same order, frozen alike; with "
+    "shard='zero1' a state is loaded on every rank, or on none",
     "values": "Begin with equal parameters: load the same file on every rank, or send those of one by "
     "torch.distributed.broadcast",
     "number": "Wrap the optimizer at the same time on every rank",

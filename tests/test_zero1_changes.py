@@ -191,3 +191,26 @@ def another_wrapper_s():
 
 def test_another_wrapper_s_pieces_are_refused():
     assert on_ranks(2, another_wrapper_s) == [True, True]
+
+
+def loads_alone():
+    """Rank 0 goes back to pieces that were cut in another way."""
+    params = make_params()
+    params[0].requires_grad_(False)
+    opt = wrapped(AdamW(params, lr=0.1), "zero1")
+    train(opt, params[1:], 1, missing=0)
+    saved = copy.deepcopy(opt.state_dict())
+    params[0].requires_grad_(True)
+    train(opt, params, 1, first=1, missing=0)
+    if dist.get_rank() == 0:
+        opt.load_state_dict(saved)
+    before = digest(params)
+    with pytest.raises(RuntimeError, match=r"rank 0: parameters with digest.*loaded on every rank"):
+        train(opt, params, 1, first=2, missing=0)
+    assert digest(params) == before
+    opt.reset()
+    return True
+
+
+def test_a_state_that_one_rank_alone_has_loaded():
+    assert on_ranks(2, loads_alone) == [True, True]
