@@ -83,7 +83,6 @@ class Asked:
         Raises ValueError for a tensor that is not one of the optimizer's parameters, RuntimeError while sums are on
         their way to other ranks.
         """
-        if self._window.overlap is not None:
-            self._window.check_readable()
+        self._window.check_shown()
         with modes.no_grad():
             return self._window.master_grad(param)

@@ -65,7 +65,8 @@ class Boundary:
                 touched = _touched(window)
             if not capture.is_capturing():
                 window.graphs.prepare(window.buffers, window.optimizer)
-            window.update.prepare(touched)
+            updated = window.owned(touched)
+            window.update.prepare(updated)
         except BaseException:
             self._take_back(window)
             raise
@@ -75,25 +76,27 @@ class Boundary:
             return
         self._counted = False
         try:
-            skip = self._set_scalars(window, touched)
+            skip = self._set_scalars(window, touched, updated)
             self._counted = True
-            window.update.apply(touched)
+            window.update.apply(updated)
+            if window.zero1 is not None:
+                window.zero1.send_parameters(window, touched)
             if on_device := window.graphs.captured > 0:
-                window.graphs.count_update(touched[0].scalars)
+                window.graphs.count_update(updated[0].scalars)
             window.reset()
             window.counts.window_closed(skip, counted_elsewhere=on_device)
         except BaseException as error:
-            window.midway = not self._is_as_it_was(window, touched, error)
+            window.midway = not self._is_as_it_was(window, updated, error)
             raise
         post_hooks()
 
-    def _is_as_it_was(self, window: Window, touched: list[FlatBuffer], error: BaseException) -> bool:
+    def _is_as_it_was(self, window: Window, updated: list[FlatBuffer], error: BaseException) -> bool:
         """Whether the window can be closed again after `error`: one that was raised before anything was updated.
 
         What a wrapped optimizer did before it raised is its own affair, as without us.
         """
         known = Exception if window.update.name == "wrapped" else folding.REFUSALS
-        if not isinstance(error, known) or (self._counted and not window.update.take_back(touched)):
+        if not isinstance(error, known) or (self._counted and not window.update.take_back(updated)):
             return False
         self._take_back(window)
         return True
@@ -101,7 +104,7 @@ class Boundary:
     def _is_skipped_now(self, window: Window, touched: list[FlatBuffer]) -> bool:
         """Whether a wrapped update is left out, and its window closed: the optimizer is not called, nor any hook."""
         self.divisor = window.divisor()
-        self._set_scalars(window, touched)
+        self._set_scalars(window, touched, touched)
         skipped = bool(touched[0].scalars[1])
         if skipped:
             window.reset()
@@ -150,16 +153,19 @@ class Boundary:
             return sums * was if isinstance(was, Tensor) or was != 1.0 else sums
         return sums
 
-    def _set_scalars(self, window: Window, touched: list[FlatBuffer]) -> Tensor | None:
-        """Norm, clip factor, divisor and skip on every device; returns the skip flag where the device decides it."""
-        first, skips = touched[0], window.nonfinite.skips_windows
+    def _set_scalars(self, window: Window, touched: list[FlatBuffer], updated: list[FlatBuffer]) -> Tensor | None:
+        """Norm, clip factor, divisor and skip on every device; returns the skip flag where the device decides it.
+
+        updated: this rank's shares of `touched`, or those themselves.
+        """
+        first, skips = updated[0], window.nonfinite.skips_windows
         totals.agree_on_live(touched)
-        total = totals.total(window, touched)
+        total = totals.total(window, updated)
         max_norm = math.inf if window.options.max_norm is None else float(window.options.max_norm)
         divisor = self.divisor
         if window.only_device_knows:
             divisor = window.nonfinite.zero_where_nothing_is_live(divisor, touched)
-        for buffer in touched:
+        for buffer in updated:
             buffer.close_window(total.to(buffer.device), divisor, max_norm, skips)
         window.norm = first.scalars[2]
         undecided = isinstance(self.divisor, Tensor) or skips

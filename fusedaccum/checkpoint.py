@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import reprlib
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ DROP = f"drop the key {KEY!r} to load the wrapped optimizer's state without the 
 WAY_OUT = f"load an undamaged file, or {DROP}"
 
 
-def _positions(window: Window) -> dict[int, Tensor]:
+def by_index(window: Window) -> dict[int, Tensor]:
     """Parameters by the index that `torch.optim.Optimizer.state_dict` gives them: in order, each counted once."""
     return dict(enumerate(dict.fromkeys(parameters(window.optimizer))))
 
@@ -52,7 +53,7 @@ def save(window: Window) -> dict[str, Any]:
     `torch.distributed.checkpoint` drops whenever it drops the state.
     """
     folding.follow(window, thorough=True)
-    positions = _positions(window)
+    positions = by_index(window)
     _conform_moments(window)
     pending, kept, rounding = window.micro_batches, window.nonfinite.kept, _rounding(window)
     is_open = window.is_open
@@ -60,7 +61,7 @@ def save(window: Window) -> dict[str, Any]:
     sums = [_saved_sum(window, p) if is_open and p is not None else None for p in plain.values()]
     masters = [None if p is None else _saved_master(window, p) for p in plain.values()]
     unstarted = _unstarted(window, positions)
-    layout = _state_layout(window, positions, unstarted)
+    state = {i: window.optimizer.state.get(p, ()) for i, p in positions.items()}
     # A function is not asked how long a window would be that nobody may begin.
     length = window.length_now() if is_open or window.coming.is_fixed else 1
     return {
@@ -84,8 +85,7 @@ def save(window: Window) -> dict[str, Any]:
         "sharded_sums": tuple(i for i, p in positions.items() if is_open and checkpoint_shards.holds_sum(window, p)),
         "shapes": _shapes(positions),
         "unstarted": unstarted,
-        "state_layout": layout,
-        "state_witness": {layout: True} if layout else {},
+        **witnessed(state, unstarted),
     }
 
 
@@ -106,7 +106,7 @@ def _saved_sum(window: Window, p: Tensor) -> Tensor | None:
 
 
 def _saved_master(window: Window, p: Tensor) -> Tensor | None:
-    if not isinstance(window.update, FusedUpdate):
+    if not isinstance(window.update, FusedUpdate) or window.zero1 is not None:
         return None
     buffer, k = window.place.get(p, (None, 0))
     return window.update.parked_master(p) if buffer is None else window.update.master(buffer, k)
@@ -126,20 +126,19 @@ def _conform_moments(window: Window) -> None:
 def _unstarted(window: Window, positions: dict[int, Tensor]) -> tuple[int, ...]:
     if not isinstance(window.update, FusedUpdate):
         return ()
-    found = {id(p) for buffer in window.buffers for p in window.update.side(buffer).state.unstarted()}
+    found = {id(p) for buffer in window.owned(window.buffers) for p in window.update.side(buffer).state.unstarted()}
     return tuple(i for i, p in positions.items() if id(p) in found)
 
 
-def _state_layout(window: Window, positions: dict[int, Tensor], unstarted: tuple[int, ...]) -> str:
-    """A digest of which parameters have which entries in the state; "" where none has any."""
+def witnessed(state: Mapping[int, Iterable[Any]], unstarted: Container[int] = ()) -> dict[str, Any]:
+    """The two fields that say which parameters have which entries in the state."""
     layout = []
-    for i, p in positions.items():
-        keys = {str(key) for key in window.optimizer.state.get(p, ())} - (
-            {"momentum_buffer"} if i in unstarted else set()
-        )
+    for i, entries in sorted(state.items()):
+        keys = {str(key) for key in entries} - ({"momentum_buffer"} if i in unstarted else set())
         if keys:
             layout.append((i, sorted(keys)))
-    return hashlib.sha256(repr(layout).encode()).hexdigest()[:16] if layout else ""
+    digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:16] if layout else ""
+    return {"state_layout": digest, "state_witness": {digest: True} if layout else {}}
 
 
 def bring_steps_home(state_dict: dict[str, Any]) -> None:
@@ -181,7 +180,7 @@ def check(window: Window, saved: Any) -> None:
             f"{NAME}: the saved window holds {saved['pending']} of {saved['length']} micro-batches and with steps=None "
             f"a window is what p.grad holds, which is not saved; load it with steps={saved['length']}, or {DROP}"
         )
-    positions = _positions(window)
+    positions = by_index(window)
     _check_shapes(saved, positions)
     _check_tensors(saved, positions)
     checkpoint_shards.check(checkpoint_shards.complete(saved), positions)
@@ -286,7 +285,7 @@ def load(window: Window, saved: dict[str, Any] | None, state_dict: dict[str, Any
     """
     window.graphs.forget()
     window.reset()
-    positions = _positions(window)
+    positions = by_index(window)
     state = loaded_state.by_position(window.optimizer, state_dict, positions)
     loaded_state.make_own(window.optimizer, state, positions)
     if isinstance(window.update, FusedUpdate):
@@ -357,6 +356,7 @@ def pack(window: Window) -> dict[str, Any]:
         "loads": window.counts.loads,
         "base": window.counts.base,
         "closed": window.closed,
+        "pieces": () if window.zero1 is None else window.zero1.pieces(window),
     }
 
 
@@ -365,6 +365,8 @@ def unpack(state: dict[str, Any]) -> Window:
     steps = None if state["steps"] is None else state["window"]["steps"]
     window = Window(state["optimizer"], steps, state["options"])
     load(window, state["window"], {})
+    if window.zero1 is not None:
+        window.zero1.take_pieces(window, *state["pieces"])
     window.resume(state["steps"], state["announced"], state["grad_norm"], state["updated"])
     # A GatedScheduler that is copied along knows by them which updates it has not followed.
     window.counts.loads, window.counts.base = state["loads"], state["base"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fusedaccum.flat_buffer import FlatBuffer
 from fusedaccum.notices import warn_local_window
 from fusedaccum.options import NAME
 
@@ -50,19 +51,40 @@ class Checks:
                 "their way to the other ranks; flush() ends the window"
             )
         if self.reduced is not None:
+            others = "for which the others are waiting" if self.zero1 else "which no other rank takes part in"
             raise RuntimeError(
-                f"{NAME}: this window was reduced over ranks, and its end did not succeed; flush() ends it, which no "
-                "other rank takes part in, or reset() drops it"
+                f"{NAME}: this window was reduced over ranks, and its end did not succeed; flush() ends it, {others}, "
+                "or reset() drops it"
             )
 
     def check_readable(self: Window) -> None:
-        """Refuse to look at sums some of which are of this rank and some of all."""
+        """`check_sound` and `check_shown`."""
         self.check_sound()
+        self.check_shown()
+
+    def check_shown(self: Window) -> None:
+        """Refuse to look at sums some of which are of this rank and some of all."""
+        if self.zero1 is not None and self.reduced is not None:
+            raise RuntimeError(
+                f"{NAME}: the window is being closed, as in a step pre-hook, when with shard='zero1' a rank holds the "
+                "sums of its own share alone; look at them, or save them, before the window's last step(); grad_norm "
+                "is their norm afterwards"
+            )
         if self.overlap is not None:
             raise RuntimeError(
                 f"{NAME}: the window's sums are on their way to the other ranks, since micro_batch(last=True); look at "
                 "them, or save them, after step()"
             )
+
+    def check_may_move(self: Window, buffers: list[FlatBuffer]) -> list[FlatBuffer]:
+        """`buffers`, which are to take the place of those that are there; refused while ranks hold shares of them."""
+        if self.zero1 is not None and self.reduced is not None and buffers != self.buffers:
+            raise RuntimeError(
+                f"{NAME}: parameters were added, moved or unfrozen while the window is being closed, when with "
+                "shard='zero1' a rank holds the sums of its own share alone; do it between windows. reset() on every "
+                "rank drops this one"
+            )
+        return buffers
 
     def check_may_be_saved(self: Window) -> None:
         """Refuse to save sums that are on their way to other ranks, and warn of such that only this rank has."""

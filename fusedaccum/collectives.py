@@ -18,6 +18,7 @@ from fusedaccum.options import NAME
 
 # torch renames them; releases before 2.13 have the older names alone.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 CHUNK = 2**24  # elements that are sent at a time where sending needs memory of its own
 
@@ -79,6 +80,40 @@ class Ranks:
         """Make every element of `tensor` the sum over all ranks, in its own dtype."""
         with self.saying(what):
             dist.all_reduce(tensor, group=self.group)
+
+    def share_out(self, what: str, flat: Tensor) -> None:
+        """Make this rank's share of `flat` (float32[n], n a multiple of the ranks) the sum over all ranks.
+
+        Sent in `wire_dtype`; in bfloat16 every number is rounded once, and added in float32 and in order of ranks. What
+        the rest of `flat` holds is of no use afterwards.
+        """
+        shares = flat.view(self.size, -1)
+        mine = shares[self.rank]
+        if not flat.numel():
+            return
+        with self.saying(what):
+            if self.wire_dtype == torch.float32:
+                reduce_scatter_single(mine, flat, group=self.group)
+                return
+            for start in range(0, mine.numel(), length := max(1, CHUNK // self.size)):
+                sent = shares[:, start : start + length].to(self.wire_dtype, memory_format=torch.contiguous_format)
+                received = torch.empty_like(sent)
+                dist.all_to_all_single(received, sent, group=self.group)
+                total = mine[start : start + length].copy_(received[0])
+                for other in received[1:]:
+                    total.add_(other)
+
+    def collect(self, what: str, tensor: Tensor) -> None:
+        """Make every rank's share of `tensor` (n elements, a multiple of the ranks) what it is on that rank."""
+        if tensor.numel():
+            with self.saying(what):
+                all_gather_single(tensor, tensor.view(self.size, -1)[self.rank], group=self.group)
+
+    def spread(self, what: str, tensor: Tensor, source: int) -> None:
+        """Make `tensor` what it is on rank `source`."""
+        if tensor.numel():
+            with self.saying(what):
+                dist.broadcast(tensor, group=self.group, group_src=source)
 
     def add_up(self, what: str, flat: Tensor) -> None:
         """Make `flat` (float32[n]) the sum over all ranks, the same bits on each, sent in `wire_dtype`."""

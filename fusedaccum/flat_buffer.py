@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fusedaccum.local import local
+from fusedaccum.memory_order import dense_stride, densified, in_memory_order
 from fusedaccum.ops import ALIGN, TILE, TOTAL, TOUCHED
 
 if TYPE_CHECKING:
@@ -65,34 +66,6 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """The strides in which a dense tensor made like `tensor` holds its elements: `tensor`'s own where it is dense.
-
-    That is the memory order of a segment, and of the moments `torch.zeros_like` makes.
-    """
-    return torch.empty_like(tensor.detach(), device="meta").stride()
-
-
-def in_memory_order(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """`tensor`'s elements as a 1-D float tensor in the order of `stride`: a view where it has that order, else a copy.
-
-    Complex tensors are read as pairs of floats.
-    """
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    if tensor.stride() != stride:
-        tensor = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-    flat = tensor.as_strided((tensor.numel(),), (1,))
-    return torch.view_as_real(flat).view(-1) if tensor.is_complex() else flat
-
-
-def densified(grad: Tensor) -> Tensor:
-    """A sparse gradient as a dense one of float32 (complex64 as it is). Entries that stand there twice are added up."""
-    grad = grad.detach()
-    # Converted first: to_dense() would add entries of a 16-bit format up in 16 bits.
-    values = grad._values() if grad.is_complex() else grad._values().float()
-    return torch.sparse_coo_tensor(grad._indices(), values, grad.shape, check_invariants=False).to_dense()
-
-
 def _among(segments: Set[int], here: range, count: int) -> Set[int]:
     """Those of `segments`, out of `count`, that are `here`, without a look at the others."""
     return segments if len(here) == count or not segments else segments & set(here)
@@ -104,10 +77,16 @@ class FlatBuffer:
     params: n parameters, float32, bfloat16, float16 or complex64 (a pair of float32), in the order of their segments.
     They are what the rest of the code knows segments by; the memory of segment k, with its shape, order and address, is
     that of `data(k)`. spread: where they are DTensors, the ranks that hold parts of them, or copies; else None.
+    shares: the number of ranks that get an equal run of the buffer, which begins on a multiple of ALIGN elements.
     """
 
     def __init__(
-        self, params: list[Tensor], device: torch.device, backend: ModuleType, spread: Spread | None = None
+        self,
+        params: list[Tensor],
+        device: torch.device,
+        backend: ModuleType,
+        spread: Spread | None = None,
+        shares: int = 1,
     ) -> None:
         self.params = params
         self.device = device
@@ -125,7 +104,7 @@ class FlatBuffer:
         self.sparse: set[int] = set()
         self.numels = [p.numel() * (2 if p.is_complex() else 1) for p in memory]
         self.segments, self.tiles, size = layout(self.numels, device)
-        self.flat = torch.zeros(size, dtype=torch.float32, device=device)
+        self.flat = self.allocate(-(-size // (ALIGN * shares)) * ALIGN * shares)
         self.partials = torch.zeros(len(self.tiles), dtype=torch.float64, device=device)
         self.marks = torch.zeros(len(params), dtype=torch.uint8, device="cpu")
         self._parts: dict[int, list[Part]] = {}
@@ -157,6 +136,10 @@ class FlatBuffer:
         what = (self.device.type, [(str(p.dtype), n) for p, n in zip(self.params, self.numels, strict=True)])
         return hashlib.sha256(repr(what).encode()).digest()
 
+    def allocate(self, size: int) -> Tensor:
+        """The memory of the segments: float32[size]."""
+        return torch.zeros(size, dtype=torch.float32, device=self.device)
+
     def data(self, k: int) -> Tensor:
         """The plain tensor whose memory segment k is the sum for and updates: on this rank, of the k-th parameter."""
         return local(self.params[k])
@@ -164,6 +147,10 @@ class FlatBuffer:
     def memory(self) -> list[Tensor]:
         """`data(k)` of every segment, to be read only."""
         return list(map(local, self.params)) if self.spread is not None else self.params
+
+    def state_shape(self, k: int) -> torch.Size:
+        """The shape of what the optimizer keeps for segment k."""
+        return self.params[k].shape
 
     def addresses_now(self) -> list[int]:
         """Where the parameters lie in memory. `addresses` is where they lay when they were last judged."""
@@ -330,6 +317,12 @@ class FlatBuffer:
     def rescale(self, factor: float | Tensor) -> None:
         """Multiply what this window holds by `factor`, a number or a tensor of one element on any device."""
         self.backend.rescale(self.flat, self.marks, self.segments, self.tiles, self._scalar(factor))
+
+    def padding(self) -> list[Tensor]:
+        """Views of the elements between segments, and behind the last."""
+        ends = (self.segments[:, 0] + self.segments[:, 1]).tolist()
+        starts = [*self.segments[1:, 0].tolist(), self.flat.numel()]
+        return [self.flat[end:start] for end, start in zip(ends, starts, strict=True) if end < start]
 
     def stale_norm(self) -> None:
         """Forget the partial sums: somebody may have written to the segments."""

@@ -27,25 +27,31 @@ PLAIN = {Tensor, type(None)}
 REFUSALS = (RuntimeError, TypeError, ValueError)
 
 
-def build(params: list[Tensor], old: list[FlatBuffer], backend: str, also: Tensor | None = None) -> list[FlatBuffer]:
+def build(
+    params: list[Tensor], old: list[FlatBuffer], backend: str, also: Tensor | None = None, shares: int = 0
+) -> list[FlatBuffer]:
     """One flat buffer a device for those of `params` that can get gradients; one of `old` where it still fits.
 
     DTensors have buffers of their own, one for all that are spread over the same ranks in the same way.
+
+    shares: ranks that get a share of each. There is one for each dtype too then, so that ranks can send each other the
+    parameters of their shares as they are.
+
     A frozen parameter takes no memory until it is unfrozen or a gradient is set by hand, one of a lazy module
     none until the module knows its shape.
     """
     touched = {buffer.params[k] for buffer in old for k in buffer.touched_segments()}
-    alike: dict[tuple[torch.device, Any], dict[Tensor, None]] = {}
+    alike: dict[tuple[torch.device, Any, Any], dict[Tensor, None]] = {}
     for p in params:
         if not is_lazy(p) and (p.requires_grad or p.grad is not None or p in touched or p is also):
-            alike.setdefault((p.device, key_of(p)), {})[p] = None
+            alike.setdefault((p.device, key_of(p), p.dtype if shares else None), {})[p] = None
     buffers = []
-    for (device, key), mine in alike.items():
+    for (device, key, _), mine in alike.items():
         here = [b for b in old if b.device == device and (b.spread.key if b.spread else None) == key]
         fitting = [buffer for buffer in here if buffer.matches(list(mine))]
         if not fitting:
-            spread = None if key is None else Spread(*key)
-            fitting = [FlatBuffer(list(mine), device, backends.select(device, backend), spread)]
+            spread, chosen = None if key is None else Spread(*key), backends.select(device, backend)
+            fitting = [FlatBuffer(list(mine), device, chosen, spread, max(shares, 1))]
         buffers.append(fitting[0])
     return buffers
 

@@ -16,10 +16,14 @@ def by_position(optimizer: Optimizer, state_dict: dict[str, Any], positions: dic
 
     torch's loader goes by the order in the groups, whatever the keys are: its distributed helpers give names.
     """
-    index = {id(p): i for i, p in positions.items()}
+    keys, state = keys_of(optimizer, state_dict), state_dict.get("state", {})
+    return {i: state[keys[p]] for i, p in positions.items() if p in keys and keys[p] in state}
+
+
+def keys_of(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[Tensor, Any]:
+    """The key in `state_dict` of each parameter."""
     keys = [key for group in state_dict.get("param_groups", ()) for key in group["params"]]
-    state = state_dict.get("state", {})
-    return {index[id(p)]: state[key] for key, p in zip(keys, parameters(optimizer), strict=False) if key in state}
+    return dict(zip(parameters(optimizer), keys, strict=False))
 
 
 def make_own(optimizer: Optimizer, state: dict[Any, Any], positions: dict[int, Tensor]) -> None:

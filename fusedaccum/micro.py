@@ -146,6 +146,11 @@ def announce(window: Window, mean_of: float | Tensor | None, sum_of: float | Ten
             f"{NAME}: micro_batch(last={last!r}) begins the reduction over ranks inside the backward, which needs "
             "process_group and fold='backward'; leave it out, or give both to the wrapper"
         )
+    if last and window.zero1 is not None:
+        raise ValueError(
+            f"{NAME}: micro_batch(last=True) sends sums in the order of parameters, and with shard='zero1' they are "
+            "added up by shares, after the last of them; leave last=True out: the window is then reduced in step()"
+        )
     window.check_takes_more()
     if window.begun:
         raise ValueError(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fusedaccum import amp, capture, checkpoint, folding, hooks, micro, modes, reduction
+from fusedaccum import amp, capture, checkpoint, folding, hooks, micro, modes, reduction, sharded_dict
 from fusedaccum.asked import Asked
 from fusedaccum.length import Steps, check_steps
 from fusedaccum.notices import warn_open_window
@@ -94,7 +94,10 @@ class FusedAccumOptimizer(Asked, OverRanks, Optimizer):
         mean of all their micro-batches (of all their items). Every rank makes the same calls. `no_sync()` or `ddp_hook`
         keep DistributedDataParallel from reducing too.
     wire_dtype: float32 or bfloat16, in which sums are sent; bfloat16 rounds them twice, whatever the number of ranks.
-    fold_every, shard: only their defaults are supported.
+    shard: "zero1" has each rank of `process_group` add up, and keep moments and masters for, its share of the elements
+        alone: 1 / ranks of their memory. `state_dict()` is then of this rank's pieces, and loads into the same rank of
+        as many; after `consolidate()`, a collective, it is whole. Needs the fused update.
+    fold_every: only its default is supported.
 
     Memory: 4 bytes per parameter that can get a gradient, from the first fold on; masters and moments as asked for.
     `param_groups`, `state` and `defaults` are the wrapped optimizer's own objects. Hooks registered here fire once per
@@ -125,6 +128,7 @@ class FusedAccumOptimizer(Asked, OverRanks, Optimizer):
         bucket_mb: float = 25,
         process_group: dist.ProcessGroup | None = None,
         wire_dtype: torch.dtype = torch.float32,
+        shard: str | None = None,
         backend: str = "auto",
         **options: Any,
     ) -> None:
@@ -145,6 +149,7 @@ class FusedAccumOptimizer(Asked, OverRanks, Optimizer):
             bucket_mb=bucket_mb,
             process_group=process_group,
             wire_dtype=wire_dtype,
+            shard=shard,
             backend=backend,
             **options,
         )
@@ -204,7 +209,8 @@ class FusedAccumOptimizer(Asked, OverRanks, Optimizer):
             counts = micro.counts_of(window, *given)  # after the closure, which may have called micro_batch()
             with modes.no_grad():
                 if closure is None and not capture.is_capturing() and folding.is_state_probe(window.optimizer):
-                    window.optimizer.step()
+                    if window.zero1 is None:  # else each rank has pieces, which torch's helpers cannot hold
+                        window.optimizer.step()
                     return loss
                 window.nesting.look(window)
                 window.micro_batch(*counts, *verdict)
@@ -270,11 +276,15 @@ class FusedAccumOptimizer(Asked, OverRanks, Optimizer):
         """
         window = self._window
         if not window.closed:
+            with modes.no_grad():
+                held = None if window.zero1 is None else window.zero1.whole_to_leave(window)
             if window.is_open:
                 warn_open_window(window, "was closed")
             with modes.no_grad():
                 window.reset()
                 window.release()
+                if held is not None:
+                    window.zero1.give_back(window, held)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear every `p.grad`. The open window keeps what it holds; `reset()` drops it.
@@ -329,6 +339,8 @@ class FusedAccumOptimizer(Asked, OverRanks, Optimizer):
         with modes.no_grad():
             state = {**self._window.optimizer.state_dict(), checkpoint.KEY: checkpoint.save(self._window)}
             checkpoint.bring_steps_home(state)
+            if self._window.zero1 is not None:
+                sharded_dict.close(self._window, state)
         self._window.saved = True
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             if (result := post_hook(self, state)) is not None:
@@ -345,15 +357,17 @@ class FusedAccumOptimizer(Asked, OverRanks, Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             if (result := hook(self, state_dict)) is not None:
                 state_dict = result
-        saved = state_dict.pop(checkpoint.KEY, None)
-        if saved is not None:
-            with modes.no_grad():
-                checkpoint.check(self._window, saved)
-            if any(buffer.handed_out for buffer in self._window.buffers):
-                saved = deepcopy(saved)  # closing the window zeroes what was handed out, and these may be views of it
         with modes.no_grad():
-            self._window.optimizer.load_state_dict(state_dict)
-            checkpoint.load(self._window, saved, state_dict)
+            opened = sharded_dict.Opened(self._window, state_dict)
+            if opened.saved is not None:
+                checkpoint.check(self._window, opened.saved)
+            opened.cut()
+            if any(buffer.handed_out for buffer in self._window.buffers):
+                # Closing the window zeroes what was handed out, and these may be views of it.
+                opened.saved = deepcopy(opened.saved)
+            self._window.optimizer.load_state_dict(opened.state_dict)
+            checkpoint.load(self._window, opened.saved, opened.state_dict)
+            opened.take()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

@@ -24,7 +24,6 @@ NONFINITE = ("propagate", "skip_window", "skip_micro", "raise")
 # Options whose only value in this version is the default: (default, what the others would do).
 NOT_YET = {
     "fold_every": (1, "folding several micro-batches in one pass"),
-    "shard": (None, "sharding the optimizer state"),
 }
 
 
@@ -46,6 +45,7 @@ class Options:
     bucket_mb: float = 25
     process_group: dist.ProcessGroup | None = None
     wire_dtype: torch.dtype = torch.float32
+    shard: str | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Options:
         """Itself: it never changes, and a process group has no copy."""
@@ -89,6 +89,7 @@ def check_options(**options: Any) -> Options:
     _check_rounding(checked)
     _check_fold(checked)
     _check_group(checked)
+    _check_shard(checked)
     if checked.max_norm is not None:
         if isinstance(checked.max_norm, bool) or not isinstance(checked.max_norm, numbers.Real):
             raise TypeError(f"{NAME}: max_norm={checked.max_norm!r} must be a positive number, or None not to clip")
@@ -144,6 +145,23 @@ def _check_group(checked: Options) -> None:
                 "process_group ranks hear of each other once a window; use nonfinite='skip_window'"
                 + (", and bfloat16, which needs no scaling" if name == "amp_scaling" else "")
             )
+
+
+def _check_shard(checked: Options) -> None:
+    _one_of("shard", checked.shard, (None, "zero1"))
+    if checked.shard is None:
+        return
+    if checked.process_group is None:
+        raise ValueError(
+            f"{NAME}: shard={checked.shard!r} needs a process_group, over whose ranks the optimizer state is shared "
+            "out; give one, or leave it out"
+        )
+    if checked.rounding == "stochastic":
+        raise ValueError(
+            f"{NAME}: shard={checked.shard!r} with rounding='stochastic' is not supported: the random numbers are "
+            "counted from the start of a parameter, and a rank's share may begin inside of one; use "
+            "master_weights=True, which takes 4 bytes a parameter divided by the number of ranks"
+        )
 
 
 def _check_rounding(checked: Options) -> None:

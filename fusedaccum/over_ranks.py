@@ -28,17 +28,25 @@ class OverRanks:
         """
         return ddp.no_sync(self._window, model)
 
-    def consolidate(self) -> None:
+    def consolidate(self, to: int | None = None) -> None:
         """Make each rank's open window the mean of all ranks', so that any rank's `state_dict()` is whole.
 
         A collective over `process_group`; without one, any rank's dict is whole anyway and nothing is done. The window
         goes on afterwards, here and where it is loaded: on any number of ranks that load the same dict.
+
+        With shard="zero1" it gathers the optimizer state too, and holds it on the CPU until the next micro-batch:
+        `state_dict()` is then that of an unsharded wrapper, and `close()` leaves a whole state behind.
+
+        to: the rank (in `process_group`) that is to hold the state, which every rank says; None: all of them.
 
         Raises RuntimeError, with the window as it was, where ranks hold different numbers of micro-batches, or one has
         not ended by `step()`; and after `close()`.
         """
         window = self._window
         window.check_usable()
+        size = 1 if window.ranks is None else window.ranks.size
+        if to is not None and (isinstance(to, bool) or not isinstance(to, int) or not 0 <= to < size):
+            raise ValueError(f"{NAME}: consolidate(to={to!r}) must be None or a rank of the group, 0 to {size - 1}")
         if window.ranks is None:
             return
         if window.reduced is not None or window.overlap is not None:
@@ -47,3 +55,5 @@ class OverRanks:
             )
         with modes.no_grad():
             reduction.consolidate(window)
+            if window.zero1 is not None:
+                window.zero1.consolidate(window, to)

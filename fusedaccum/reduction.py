@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fusedaccum import totals as norms
 from fusedaccum.collectives import as_bits, from_bits
 from fusedaccum.flat_buffer import FlatBuffer, in_memory_order
 from fusedaccum.folding import describe
@@ -94,6 +95,8 @@ def reduce(window: Window, doing: int) -> list[FlatBuffer]:
         totals = _totals(window, headers)
         window.dropped = any(header.dropped for header in headers)
         if totals.count:
+            if window.zero1 is not None:
+                window.zero1.settle(window)
             _add_up(window, any(header.live for header in headers))
         window.reduced = totals
         window.ranks.windows += 1
@@ -109,7 +112,7 @@ def exchange(window: Window, doing: int) -> list[Header]:
     mine = Header(
         doing=doing,
         number=window.ranks.windows,
-        layout=_layout(window.buffers),
+        layout=_layout(window),
         values=0 if window.ranks.windows else _values(window.buffers),
         length=window.length if window.is_open else 0,
         mode=MODES.index(window.mode) if window.pending else 0,
@@ -146,7 +149,8 @@ SHOWN = {
 WAYS_OUT = {
     "doing": "A rank that has run out of data calls step() without a gradient as often as the others with one; "
     "flush(), consolidate() and micro_batch(last=True) are called on every rank, or on none",
-    "layout": "The optimizers must hold parameters of the same shapes in the same order, frozen alike",
+    "layout": "The optimizers must hold parameters of the same shapes in the same order, frozen alike; with "
+    "shard='zero1' a state is loaded on every rank, or on none",
     "values": "Begin with equal parameters: load the same file on every rank, or send those of one by "
     "torch.distributed.broadcast",
     "number": "Wrap the optimizer at the same time on every rank",
@@ -155,9 +159,11 @@ WAYS_OUT = {
 }
 
 
-def _layout(buffers: list[FlatBuffer]) -> int:
-    """A digest of what the buffers hold."""
-    digests = b"".join(buffer.digest for buffer in buffers)
+def _layout(window: Window) -> int:
+    """A digest of what the buffers hold, and of the shares of it."""
+    digests = b"".join(buffer.digest for buffer in window.buffers)
+    if window.zero1 is not None:
+        digests += window.zero1.digest(window)
     return int.from_bytes(hashlib.sha256(digests).digest()[:8], "little", signed=True)
 
 
@@ -186,8 +192,11 @@ def _totals(window: Window, headers: list[Header]) -> Totals:
     )
 
 
-def _add_up(window: Window, live: bool) -> None:
-    """Every rank's sums become those of all. A segment that any rank has touched is touched everywhere."""
+def _add_up(window: Window, live: bool, whole: bool = False) -> None:
+    """Every rank's sums become those of all. A segment that any rank has touched is touched everywhere.
+
+    whole: on every rank, also where each needs its share alone.
+    """
     if live:
         window.keep_live()
     marks = torch.cat([buffer.marks & TOUCHED for buffer in window.buffers])
@@ -198,7 +207,10 @@ def _add_up(window: Window, live: bool) -> None:
             continue
         if window.overlap is None:
             buffer.zero_untouched()
-            window.ranks.add_up("the reduction of a window", buffer.flat)
+            if window.zero1 is None or whole:
+                window.ranks.add_up("the reduction of a window", buffer.flat)
+            else:
+                window.zero1.add_up(buffer)
         buffer.marks.copy_(here)
         buffer.touched = True
         if buffer.live is not None:
@@ -210,20 +222,28 @@ def _add_up(window: Window, live: bool) -> None:
 
 
 def _check_finite(window: Window, touched: list[FlatBuffer]) -> None:
-    bad = [buffer for buffer in touched if not bool(buffer.square_total().isfinite())]
-    if bad:
-        names = [
-            describe(window, buffer.params[k])
-            for buffer in bad
-            for k in buffer.touched_segments()
-            if not bool(buffer.view(k).isfinite().all())
-        ]
+    if touched and not bool(norms.total(window, window.owned(touched)).isfinite()):
+        names = [describe(window, p) for p in _not_finite(window, touched)]
         shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         raise FloatingPointError(
             f"{NAME}: gradients must be finite with nonfinite='raise', and the window's sum over {window.ranks.size} "
             f"ranks has infinities or NaNs in {shown}; reset() on every rank drops the window, "
             "nonfinite='skip_window' would have left it out"
         )
+
+
+def _not_finite(window: Window, touched: list[FlatBuffer]) -> list[Tensor]:
+    """Parameters whose sum is not finite, the same on every rank."""
+    found = set()
+    for buffer in window.owned(touched):
+        for k in buffer.touched_segments():
+            offset, numel = buffer.segments[k].tolist()
+            if not bool(buffer.flat[offset : offset + numel].isfinite().all()):
+                found.add(id(buffer.params[k]))
+    suspects = [buffer.params[k] for buffer in touched for k in buffer.touched_segments()]
+    here = torch.tensor([id(p) in found for p in suspects], dtype=torch.uint8, device="cpu")
+    window.ranks.largest("the exchange of what is not finite", here)
+    return [p for p, bad in zip(suspects, here.tolist(), strict=True) if bad]
 
 
 def consolidate(window: Window) -> None:
@@ -240,7 +260,7 @@ def consolidate(window: Window) -> None:
         return
     totals = _totals(window, headers)
     window.dropped = any(header.dropped for header in headers)
-    _add_up(window, any(header.live for header in headers))
+    _add_up(window, any(header.live for header in headers), whole=True)
     window.rescale(1.0 / totals.ranks)
     if totals.mode == WEIGHTED:
         window.items = totals.items / totals.ranks

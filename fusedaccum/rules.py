@@ -250,10 +250,10 @@ class OptimizerState:
         if value is None:
             dtype = self.dtype or data.dtype
             return like(param, torch.empty_strided(data.shape, stride, dtype=dtype, device=data.device).zero_())
-        if value.shape != param.shape:
+        if value.shape != (shape := self.buffer.state_shape(k)):
             raise ValueError(
                 f"FusedAccumOptimizer: state[p][{slot!r}] has shape {tuple(value.shape)} and its parameter "
-                f"{tuple(param.shape)}; they must be equal: load a state that belongs to these parameters"
+                f"{tuple(shape)}; they must be equal: load a state that belongs to these parameters"
             )
         dtype = self.dtype or (value.dtype if value.dtype in FLOAT_DTYPES else data.dtype)
         here = local(value)

@@ -14,7 +14,7 @@ from fusedaccum.local import is_distributed, like, local, trace
 from fusedaccum.options import NAME, Options, parameters
 from fusedaccum.rounding import RandomTable, Rounding, check_rounded
 from fusedaccum.rules import RULES, AdamRule, HyperTable, OptimizerState, why_not_fused
-from fusedaccum.wrapped_update import WrappedUpdate, convert_moments
+from fusedaccum.wrapped_update import WrappedUpdate
 
 
 def _take_up(master: Tensor, values: Tensor) -> None:
@@ -110,8 +110,10 @@ class FusedUpdate:
 
     def retype(self, param: Tensor, was: torch.dtype) -> None:
         """`param` is of another dtype than it `was`: its moments follow, unless they have a dtype of their own."""
-        if self.state_dtype is None:
-            convert_moments(self.optimizer, param, was)
+        entries = self.optimizer.state.get(param, {}) if self.state_dtype is None else {}
+        for slot in self.rule.slots:
+            if isinstance(value := entries.get(slot), Tensor) and value.dtype == was:
+                entries[slot] = value.to(param.dtype)
 
     def master(self, buffer: FlatBuffer, k: int) -> Tensor | None:
         """The FP32 master of segment k in its parameter's shape, brought up to date; None where there is none."""
@@ -301,7 +303,7 @@ class _FusedSide:
 Update = FusedUpdate | WrappedUpdate
 
 # Options that only the fused update has a use for, and the values that ask for nothing.
-FUSED_ONLY = {"state_dtype": None, "master_weights": False, "rounding": "nearest"}
+FUSED_ONLY = {"state_dtype": None, "master_weights": False, "rounding": "nearest", "shard": None}
 
 
 def choose(optimizer: Optimizer, options: Options, more: Sequence[Tensor] = (), live: bool = False) -> Update:
@@ -321,6 +323,11 @@ def choose(optimizer: Optimizer, options: Options, more: Sequence[Tensor] = (), 
     if options.update == "fused" and reason is not None:
         raise ValueError(f"{NAME}: update='fused' is not possible because {reason}; use update='auto' or 'wrapped'")
     if options.update != "wrapped" and reason is None:
+        if options.shard is not None and any(map(is_distributed, [*parameters(optimizer), *more])):
+            raise ValueError(
+                f"{NAME}: shard={options.shard!r} shares plain parameters out among ranks, and a DTensor is shared out "
+                "already, with its optimizer state; leave shard out"
+            )
         if options.rounding == "stochastic":
             check_rounded([*parameters(optimizer), *more])
         return FusedUpdate(optimizer, options)

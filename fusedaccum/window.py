@@ -31,6 +31,7 @@ from fusedaccum.options import NAME, PLAIN, WEIGHTED, Options, as_float64, check
 from fusedaccum.overlap import Overlap
 from fusedaccum.reduction import Totals
 from fusedaccum.update import FusedUpdate, Update, choose
+from fusedaccum.zero1 import Zero1
 
 
 class Window(Checks):
@@ -57,6 +58,7 @@ class Window(Checks):
         # The ranks that windows are reduced over, and, once the open one was, its counts over all of them.
         self.ranks = None if options.process_group is None else Ranks(options.process_group, options.wire_dtype)
         self.reduced: Totals | None = None
+        self.zero1 = None if options.shard is None else Zero1(self.ranks)
         self.last = False  # that micro_batch(last=True) was called in this window
         self.overlap: Overlap | None = None  # the reduction that has begun because of it
         self.consolidated = False
@@ -132,13 +134,15 @@ class Window(Checks):
             if (was := self._dtypes.get(p, p.dtype)) != p.dtype:
                 self.update.retype(p, was)
         old = self.buffers
-        self.buffers = folding.build(params, old, self.options.backend, also)
+        shares = {} if self.zero1 is None else {"shares": self.ranks.size}
+        self.buffers = self.check_may_move(folding.build(params, old, self.options.backend, also, **shares))
         if self.nonfinite.counts or any(buffer.live is not None for buffer in old):
             self.keep_live()
         if self.buffers != old:
             if self.live is None:  # else `hook` does, and what a parameter's `p.grad` holds is never lost
                 folding.carry(old, self.buffers)
-            self.update.replace(old, self.buffers)
+            if self.zero1 is None:  # else shares move at the next boundary, where all ranks are
+                self.update.replace(old, self.buffers)
         self.place = {p: (buffer, k) for buffer in self.buffers for k, p in enumerate(buffer.params)}
         self.params = params
         self._dtypes = {p: p.dtype for p in params}
@@ -204,7 +208,8 @@ class Window(Checks):
         self.pending += 1
         self.counts.nothing_updated()
         self.announced = self.begun = None
-        self.saved = self.midway = self.consolidated = False
+        self.saved = self.midway = False
+        self.drop_consolidated()
 
     def length_now(self) -> int:
         """Micro-batches of the open window, or of the one that the next micro-batch begins.
@@ -282,9 +287,7 @@ class Window(Checks):
         """Drop what the window holds and begin the next."""
         for buffer in self.buffers:
             buffer.clear()
-        self.pending = 0
-        self.mode = None
-        self.items = 0.0
+        self.pending, self.mode, self.items = 0, None, 0.0
         self.nonfinite.begin_window()
         self.coming.ask_again()
         if self.graphs.begin_window(self.buffers):
@@ -293,11 +296,21 @@ class Window(Checks):
             self.overlap.send_rest()
             self.overlap.finish()
         self.announced = self.begun = self.reduced = self.overlap = None
-        self.last = self.consolidated = False
+        self.drop_consolidated()
         if self.in_backward is not None:
             self.in_backward.forget()
-        self.dropped = self.midway = False
+        self.last = self.dropped = self.midway = False
         self.counts.nothing_updated()
+
+    def drop_consolidated(self) -> None:
+        """What `consolidate()` has made is out of date."""
+        self.consolidated = False
+        if self.zero1 is not None:
+            self.zero1.held = None
+
+    def owned(self, buffers: list[FlatBuffer]) -> Sequence[FlatBuffer]:
+        """What this rank updates of `buffers`: its shares of them, or all."""
+        return buffers if self.zero1 is None else self.zero1.shares(buffers)
 
     @property
     def counted_items(self) -> float | Tensor:
@@ -326,12 +339,11 @@ class Window(Checks):
     def nothing_to_flush(self) -> bool:
         """Whether the window is empty, which makes this call one that updated nothing. Other ranks' may not be."""
         self.graphs.leave(self)
-        if self.ranks is not None and self.ranks.size > 1:
+        others = self.ranks is not None and self.ranks.size > 1
+        if others or self.pending or self.begun or self.graphs.captured:
             return False
-        empty = not self.pending and not self.begun and not self.graphs.captured
-        if empty:
-            self.counts.nothing_updated()
-        return empty
+        self.counts.nothing_updated()
+        return True
 
     def release(self) -> None:
         """Give up the buffers; the wrapper is of no further use."""

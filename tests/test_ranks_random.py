@@ -20,11 +20,12 @@ SHAPES = [(3,), (70, 65), (0,), (4097,)]
 
 
 class Model:
-    """What `process_group` promises, in float64: SGD without momentum on the mean over ranks."""
+    """What `process_group` promises, in float64: SGD with momentum on the mean over ranks."""
 
     def __init__(self, size, options):
         self.size, self.options = size, options
         self.params = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
+        self.momentum = [0.0] * len(SHAPES)
         self.updates = self.skipped = 0
         self.norm = None
         self.begin()
@@ -62,9 +63,10 @@ class Model:
                 self.skipped += 1
             else:
                 clip = min(1.0, self.options.get("max_norm", math.inf) / (self.norm + 1e-6))
-                for p, m in zip(self.params, means, strict=True):
+                for k, m in enumerate(means):
                     if m is not None:
-                        p.sub_(0.5 * clip * m)
+                        self.momentum[k] = 0.25 * self.momentum[k] + clip * m
+                        self.params[k].sub_(0.5 * self.momentum[k])
                 self.updates += 1
         self.begin()
 
@@ -76,6 +78,8 @@ def walk(seed, calls):
     options = draw.choice(
         [{}, {"reduction": "sum"}, {"max_norm": 0.7}, {"nonfinite": "skip_window"}, {"update": "wrapped"}]
     )
+    if draw.random() < 0.4 and "update" not in options:
+        options = {**options, "shard": "zero1"}
     fold = draw.choice(["step", "backward"])
     weights = draw.choice(["none", "none", "float", "tensor", "mixed"]) if "reduction" not in options else "none"
     nan_allowed = options.get("nonfinite") == "skip_window"
@@ -83,7 +87,7 @@ def walk(seed, calls):
 
     def wrapper(params):
         return FusedAccumOptimizer(
-            SGD(params, lr=0.5), steps, process_group=dist.group.WORLD, fold=fold, **bucket, **options
+            SGD(params, lr=0.5, momentum=0.25), steps, process_group=dist.group.WORLD, fold=fold, **bucket, **options
         )
 
     steps = draw.randint(1, 4)
@@ -99,6 +103,7 @@ def walk(seed, calls):
             ranks = range(size)
         if what in ("micro", "uneven"):
             last = pending + 1 == steps and fold == "backward" and what == "micro" and draw.random() < 0.5
+            last = last and "shard" not in options
             for r in ranks:
                 g = torch.Generator().manual_seed(draw.randrange(2**31))
                 grads = [torch.randn(s, generator=g) if draw.random() < 0.7 else None for s in SHAPES]

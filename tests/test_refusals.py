@@ -63,7 +63,6 @@ def test_20_steps_set_later(steps):
 # option, value, what the text must hold besides the option's name
 LATER = [
     ("fold_every", 2, ["2", "1"]),
-    ("shard", "zero1", ["zero1", "None"]),
 ]
 UNKNOWN = [
     ("process_group", "pg", ["pg", "ProcessGroup", "None"]),
@@ -83,7 +82,8 @@ UNKNOWN = [
     ("rounding", "up", ["up", "nearest", "stochastic"]),
     ("rounding", None, ["None", "nearest"]),
     *(("rounding_seed", seed, [re.escape(repr(seed)), "0 to 2"]) for seed in (True, None, 1.0, "1", -1, 2**63)),
-    ("shard", "zero9", ["zero9", "None"]),
+    ("shard", "zero9", ["zero9", "None", "zero1"]),
+    ("shard", "zero1", ["zero1", "process_group"]),
     ("fold_every", 0, ["0", "1"]),
     ("backend", "abacus", ["abacus", "auto", "reference"]),
     ("state_dtype", torch.int64, ["int64", "float32"]),
