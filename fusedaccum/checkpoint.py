@@ -48,6 +48,7 @@ def save(window: Window) -> dict[str, Any]:
     sums, masters: one entry a parameter, None where there is none: float32, or complex64 sums of complex64 parameters.
     sharded: what `checkpoint_shards.save` returns, sharded_sums: the parameters whose sums in there count.
     items: a tuple of one. rounding: what `Rounding.save` returns; () where it is to nearest. shapes: of the parameters.
+    rank: (rank, ranks) where the window is what that rank alone has summed up, else ().
     unstarted: indices of parameters whose momentum buffer no update has started. state_layout: a digest of which
     parameters have which state; state_witness: {that digest: True}, empty where there is no state, which
     `torch.distributed.checkpoint` drops whenever it drops the state.
@@ -85,8 +86,13 @@ def save(window: Window) -> dict[str, Any]:
         "sharded_sums": tuple(i for i, p in positions.items() if is_open and checkpoint_shards.holds_sum(window, p)),
         "shapes": _shapes(positions),
         "unstarted": unstarted,
+        "rank": _rank(window) if window.is_of_one_rank else (),
         **witnessed(state, unstarted),
     }
+
+
+def _rank(window: Window) -> tuple[int, ...]:
+    return () if window.ranks is None else (window.ranks.rank, window.ranks.size)
 
 
 def _rounding(window: Window) -> Rounding | None:
@@ -180,6 +186,7 @@ def check(window: Window, saved: Any) -> None:
             f"{NAME}: the saved window holds {saved['pending']} of {saved['length']} micro-batches and with steps=None "
             f"a window is what p.grad holds, which is not saved; load it with steps={saved['length']}, or {DROP}"
         )
+    _check_rank(window, saved)
     positions = by_index(window)
     _check_shapes(saved, positions)
     _check_tensors(saved, positions)
@@ -222,6 +229,17 @@ def _check_counts(window: Window, saved: dict[str, Any]) -> None:
         raise ValueError(
             f"{NAME}: the saved window counts items and this wrapper has reduction='sum', which has no use for "
             "them; load it with reduction='mean'"
+        )
+
+
+def _check_rank(window: Window, saved: dict[str, Any]) -> None:
+    """Refuse what another rank has summed up, which `torch.distributed.checkpoint` too would give to all of them."""
+    was, here = saved.get("rank", ABSENT["rank"]), _rank(window)
+    if was and here and was != here:
+        raise ValueError(
+            f"{NAME}: the saved window holds what rank {was[0]} of {was[1]} alone had summed up, and this is rank "
+            f"{here[0]} of {here[1]}, for whose sums it would stand; load each rank's own dict, or save after "
+            f"consolidate() on every rank, or {DROP}"
         )
 
 

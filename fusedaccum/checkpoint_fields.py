@@ -93,6 +93,10 @@ FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
         ),
     ),
     "unstarted": ("a tuple of parameter indices", lambda v: isinstance(v, tuple) and all(map(_is_count, v))),
+    "rank": (
+        "a tuple: empty, or a rank and how many there are",
+        lambda v: isinstance(v, tuple) and len(v) in (0, 2) and all(map(_is_count, v)),
+    ),
     "state_layout": ("a str", lambda v: isinstance(v, str)),
     "state_witness": ("a dict", lambda v: isinstance(v, dict)),
 }
@@ -104,4 +108,5 @@ ABSENT: dict[str, Any] = {
     "begun": (),
     "sharded": {"sums": {}, "masters": {}},
     "sharded_sums": (),
+    "rank": (),
 }

@@ -89,5 +89,10 @@ class Checks:
     def check_may_be_saved(self: Window) -> None:
         """Refuse to save sums that are on their way to other ranks, and warn of such that only this rank has."""
         self.check_readable()
-        if self.ranks is not None and self.ranks.size > 1 and self.is_open and not self.consolidated:
+        if self.is_of_one_rank:
             warn_local_window(self)
+
+    @property
+    def is_of_one_rank(self: Window) -> bool:
+        """Whether the open window is what this rank alone has summed up, of several."""
+        return self.ranks is not None and self.ranks.size > 1 and self.is_open and not self.consolidated

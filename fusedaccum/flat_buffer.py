@@ -132,8 +132,12 @@ class FlatBuffer:
 
     @cached_property
     def digest(self) -> bytes:
-        """A digest of device type, dtypes and sizes, by which ranks find out that they hold the same parameters."""
-        what = (self.device.type, [(str(p.dtype), n) for p, n in zip(self.params, self.numels, strict=True)])
+        """A digest of device type, dtypes, shapes and the order of elements in memory, in which ranks add them up."""
+        parameters = [
+            (str(p.dtype), tuple(shape), [s for s, n in zip(stride, shape, strict=True) if n > 1])
+            for p, shape, stride in zip(self.params, self.shapes, self.strides, strict=True)
+        ]
+        what = (self.device.type, parameters)
         return hashlib.sha256(repr(what).encode()).digest()
 
     def allocate(self, size: int) -> Tensor:

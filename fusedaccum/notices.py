@@ -65,6 +65,6 @@ def warn_local_window(window: Window) -> None:
     """Say that a state dict holds the window of one rank alone."""
     warn(
         f"{NAME}: state_dict() holds the open window of rank {window.ranks.rank} alone, of {window.ranks.size}; save "
-        "every rank's and load each into the same rank, or call consolidate() on all ranks first, after which any "
-        "rank's is whole"
+        "every rank's in a file of its own (torch.distributed.checkpoint writes one for all) and load each into the "
+        "same rank, or call consolidate() on all ranks first, after which any rank's is whole"
     )

@@ -31,6 +31,11 @@ class Overlap:
         }
         self._sums: list[Sum] = []
 
+    @property
+    def sent(self) -> int:
+        """How many parts have left."""
+        return len(self._sums)
+
     def check(self, part: Part) -> None:
         """Refuse a gradient that comes too late."""
         if any(part is left for _, left in self._order[: len(self._sums)]):

@@ -28,18 +28,23 @@ DOING = {
     CONSOLIDATE: "in consolidate()",
 }
 MODES = (None, PLAIN, WEIGHTED)
+ON_DEVICE, LIVE, DROPPED = 1, 2, 4  # item counts are tensors there; some segments may hold nothing; left something out
+CHUNK = 2**20  # elements whose bits are added up at a time
 
 
 @dataclass(frozen=True)
 class Header:
     """What a rank says of its window before sums are sent.
 
-    number: windows that it has reduced before. values: at the first of them, what the bits of all
-    parameters add up to: ranks that begin with other parameters would never agree. length, mode: 0 where nothing is in
-    the window. items: as `as_bits` has them, those that the host knows.
+    number: windows that it has reduced before. values: at the first of them, a digest of the bits of all
+    parameters: ranks that begin with other parameters would never agree. options: a digest. length, mode: 0 where
+    nothing is in the window. items: as `as_bits` has them, those that the host knows. sent: buckets that have left
+    inside the last backward. flags: ON_DEVICE, LIVE and DROPPED.
     """
 
     doing: int
+    options: int
+    sent: int
     number: int
     layout: int
     values: int
@@ -47,9 +52,7 @@ class Header:
     mode: int
     pending: int
     items: int
-    items_on_device: int
-    live: int
-    dropped: int
+    flags: int
     begun: int
 
 
@@ -93,11 +96,11 @@ def reduce(window: Window, doing: int) -> list[FlatBuffer]:
             window.overlap.send_rest()
         headers = exchange(window, doing)
         totals = _totals(window, headers)
-        window.dropped = any(header.dropped for header in headers)
+        window.dropped = any(header.flags & DROPPED for header in headers)
         if totals.count:
             if window.zero1 is not None:
                 window.zero1.settle(window)
-            _add_up(window, any(header.live for header in headers))
+            _add_up(window, any(header.flags & LIVE for header in headers))
         window.reduced = totals
         window.ranks.windows += 1
     touched = [buffer for buffer in window.buffers if buffer.touched]
@@ -111,6 +114,8 @@ def exchange(window: Window, doing: int) -> list[Header]:
     on_device = isinstance(window.items, Tensor)
     mine = Header(
         doing=doing,
+        options=_digest(said(window)),
+        sent=0 if window.overlap is None else window.overlap.sent,
         number=window.ranks.windows,
         layout=_layout(window),
         values=0 if window.ranks.windows else _values(window.buffers),
@@ -118,9 +123,9 @@ def exchange(window: Window, doing: int) -> list[Header]:
         mode=MODES.index(window.mode) if window.pending else 0,
         pending=window.pending,
         items=0 if on_device else as_bits(window.items),
-        items_on_device=on_device,
-        live=any(buffer.live is not None for buffer in window.buffers),
-        dropped=window.dropped,
+        flags=ON_DEVICE * on_device
+        + LIVE * any(buffer.live is not None for buffer in window.buffers)
+        + DROPPED * window.dropped,
         begun=window.begun is not None,
     )
     what = f"the exchange of headers at window {mine.number} ({DOING[doing]})"
@@ -131,17 +136,21 @@ def exchange(window: Window, doing: int) -> list[Header]:
             seen.pop(0, None)
         if len(seen) > 1:
             told = ", ".join(f"rank {rank}: {show(value)}" for value, rank in sorted(seen.items(), key=lambda s: s[1]))
+            mine = f"; this one, rank {window.ranks.rank}, has {said(window)}" if name == "options" else ""
+            done = "nothing was updated" if headers[0].sent or name == "sent" else "nothing was sent"
             raise RuntimeError(
                 f"{NAME}: the ranks are not at the same point ({told}); every rank has to make the same calls with "
-                f"the same options, and nothing was sent. {WAYS_OUT[name]}"
+                f"the same options, and {done}. {WAYS_OUT[name]}{mine}"
             )
     return headers
 
 
 SHOWN = {
     "doing": lambda v: DOING[v],
+    "options": lambda v: f"options with digest {v & 0xFFFFFFFF:08x}",
+    "sent": lambda v: f"{v} buckets sent inside the window's last backward",
     "layout": lambda v: f"parameters with digest {v & 0xFFFFFFFF:08x}",
-    "values": lambda v: f"parameters whose bits add up to {v & 0xFFFFFFFF:08x}",
+    "values": lambda v: f"parameters whose values have digest {v & 0xFFFFFFFF:08x}",
     "number": lambda v: f"{v} windows closed",
     "length": lambda v: f"{v} micro-batches a window",
     "mode": lambda v: f"{MODES[v]} micro-batches",
@@ -149,14 +158,27 @@ SHOWN = {
 WAYS_OUT = {
     "doing": "A rank that has run out of data calls step() without a gradient as often as the others with one; "
     "flush(), consolidate() and micro_batch(last=True) are called on every rank, or on none",
+    "options": "Give every rank the same options",
+    "sent": "A rank has dropped this window while its sums were on their way: reset() on every rank drops it",
     "layout": "The optimizers must hold parameters of the same shapes in the same order, frozen alike; with "
     "shard='zero1' a state is loaded on every rank, or on none",
-    "values": "Begin with equal parameters: load the same file on every rank, or send those of one by "
-    "torch.distributed.broadcast",
+    "values": "Begin with equal parameters in the same order: load the same file on every rank, or send those of one "
+    "by torch.distributed.broadcast",
     "number": "Wrap the optimizer at the same time on every rank",
     "length": "Give every rank the same `steps`",
     "mode": "Give item counts (mean_of or sum_of) on every rank, or on none",
 }
+
+
+def said(window: Window) -> str:
+    """The options that ranks have to share. How gradients are folded is each rank's own affair."""
+    own = ("process_group", "fold")
+    return ", ".join(f"{name}={value}" for name, value in vars(window.options).items() if name not in own)
+
+
+def _digest(what: str | bytes) -> int:
+    data = what.encode() if isinstance(what, str) else what
+    return int.from_bytes(hashlib.sha256(data).digest()[:8], "little", signed=True)
 
 
 def _layout(window: Window) -> int:
@@ -164,22 +186,28 @@ def _layout(window: Window) -> int:
     digests = b"".join(buffer.digest for buffer in window.buffers)
     if window.zero1 is not None:
         digests += window.zero1.digest(window)
-    return int.from_bytes(hashlib.sha256(digests).digest()[:8], "little", signed=True)
+    return _digest(digests)
 
 
 def _values(buffers: list[FlatBuffer]) -> int:
-    """What the bits of all parameters add up to, modulo 2^64. Waits for the device."""
-    total = 0
+    """A digest of the bits of all parameters, in order. Waits for the device.
+
+    The order counts, because ranks that list parameters of one shape in another order would add up what does not
+    belong together, and hold the same bits all in all.
+    """
+    sums = []
     for buffer in buffers:
+        weights = torch.arange(1, CHUNK + 1, device=buffer.device)
         for p, stride in zip(buffer.params, buffer.strides, strict=True):
             bits = in_memory_order(p, stride)
-            total += int(bits.view(torch.int32 if bits.dtype == torch.float32 else torch.int16).sum(dtype=torch.int64))
-    return (total + 2**63) % 2**64 - 2**63
+            for chunk in bits.view(torch.int32 if bits.dtype == torch.float32 else torch.int16).split(CHUNK):
+                sums.append(int((chunk * weights[: len(chunk)]).sum()))
+    return _digest(repr(sums))
 
 
 def _totals(window: Window, headers: list[Header]) -> Totals:
     items: float | Tensor = sum(from_bits(header.items) for header in headers)
-    if any(header.items_on_device for header in headers):
+    if any(header.flags & ON_DEVICE for header in headers):
         device = window.buffers[0].device
         items = torch.as_tensor(window.items, dtype=torch.float64, device=device).clone().reshape(1)
         window.ranks.total("the sum of item counts", items)
@@ -259,8 +287,8 @@ def consolidate(window: Window) -> None:
     if not counts[0]:
         return
     totals = _totals(window, headers)
-    window.dropped = any(header.dropped for header in headers)
-    _add_up(window, any(header.live for header in headers), whole=True)
+    window.dropped = any(header.flags & DROPPED for header in headers)
+    _add_up(window, any(header.flags & LIVE for header in headers), whole=True)
     window.rescale(1.0 / totals.ranks)
     if totals.mode == WEIGHTED:
         window.items = totals.items / totals.ranks

@@ -125,3 +125,35 @@ def test_without_process_group_there_is_nothing_to_do():
     opt.consolidate()
     micro_batch(opt, p, 3.0)
     assert p.tolist() == [-2.0] * 2
+
+
+def takes_the_sums_of_another(shard):
+    p = torch.nn.Parameter(torch.zeros(3))
+    opt = FusedAccumOptimizer(torch.optim.SGD([p], lr=1.0), 2, process_group=dist.group.WORLD, shard=shard)
+    (p * (1.0 + dist.get_rank())).sum().backward()
+    opt.step()
+    with pytest.warns(UserWarning, match="rank . alone, of 2"):
+        mine = opt.state_dict()
+    opt.load_state_dict(mine)  # its own
+    saved = [None, None]
+    dist.all_gather_object(saved, mine)
+    other = saved[1 - dist.get_rank()]
+    with pytest.raises(ValueError, match="alone had summed up" if shard is None else "pieces|alone had summed up"):
+        opt.load_state_dict(other)
+    assert opt.pending == 1
+    assert opt.master_grad(p).tolist() == [(1.0 + dist.get_rank()) / 2] * 3
+    plain = FusedAccumOptimizer(torch.optim.SGD([p], lr=1.0), 2)
+    if shard is None:
+        plain.load_state_dict(other)  # no rank at all: what one had is all there is
+        plain.reset()
+    opt.consolidate()
+    whole = [None, None]
+    dist.all_gather_object(whole, opt.state_dict())
+    opt.load_state_dict(whole[1 - dist.get_rank()])
+    opt.flush()
+    assert p.tolist() == [-1.5] * 3
+
+
+@pytest.mark.parametrize("shard", [None, "zero1"])
+def test_a_window_of_one_rank_alone_loads_into_no_other(shard):
+    on_ranks(2, takes_the_sums_of_another, shard)

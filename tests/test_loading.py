@@ -121,6 +121,7 @@ REFUSED = {
     "sharded_sums": [*NO_TUPLE[:-1], (-1,), (0,), (3,), ("0",), (None,), (True,)],
     "shapes": [ABSENT, *NO_TUPLE, lambda old: old[:-1], lambda old: old[::-1], changed(0, [3]), changed(0, ("3",))],
     "unstarted": [ABSENT, *NO_TUPLE[:-1], (-1,), (3,), ("0",), (None,), (True,)],
+    "rank": [*NO_TUPLE[:-1], (1,), (0, 1, 2), (-1, 2), ("0", 2), (True, 2)],
     "state_layout": [ABSENT, None, 3, "", "another"],
     "state_witness": [ABSENT, *NO_TUPLE, lambda old: dict.fromkeys(old, False), {"another": True}],
 }

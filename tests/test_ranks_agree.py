@@ -50,7 +50,7 @@ def differ(kind):
 
 
 CASES = {
-    "values": ["rank 0: parameters whose bits add up to", "rank 1: parameters whose", "broadcast"],
+    "values": ["rank 0: parameters whose values have digest", "rank 1: parameters whose", "broadcast"],
     "steps": ["rank 0: 2 micro-batches a window", "rank 1: 1 micro-batches a window", "`steps`"],
     "function": ["rank 0: 1 micro-batches a window", "rank 1: 2 micro-batches a window"],
     "weights": ["rank 0: plain micro-batches", "rank 1: weighted micro-batches", "mean_of"],
@@ -70,6 +70,97 @@ def test_ranks_that_differ(kind):
         assert all(word in text for word in [*CASES[kind], "nothing was sent"]), text
         assert values == [0.0] * 3
         assert updates == 0
+
+
+def differ_in_options(options):
+    """What a rank is told where rank 1 has other options, and what its parameter is then."""
+    p = torch.nn.Parameter(torch.zeros(3))
+    mine = options if dist.get_rank() else {}
+    opt = FusedAccumOptimizer(SGD([p], lr=1.0), 1, process_group=dist.group.WORLD, **mine)
+    p.sum().backward()
+    with pytest.raises(RuntimeError) as error:
+        opt.step()
+    return str(error.value), p.tolist()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"wire_dtype": torch.bfloat16},
+        {"max_norm": 0.5},
+        {"reduction": "sum"},
+        {"nonfinite": "raise"},
+        {"update": "wrapped"},
+        {"bucket_mb": 0.5, "fold": "backward"},  # how gradients are folded may differ
+        {"shard": "zero1"},
+    ],
+    ids=str,
+)
+def test_ranks_that_differ_in_options(options):
+    (first, *_), (second, *_) = results = on_ranks(2, differ_in_options, options)
+    assert all("options with digest" in text and "nothing was sent" in text for text, _ in results)
+    name, value = next(iter(options.items()))
+    assert "this one, rank 1, has " in second
+    assert f"{name}={value}" in second
+    assert f"{name}={value}" not in first
+    assert [values for _, values in results] == [[0.0] * 3] * 2
+
+
+def differ_in_order(how):
+    """Parameters that are alike but for the order: of two of one shape, of rows, of elements in memory."""
+    one = dist.get_rank() == 1
+    p, q = torch.nn.Parameter(torch.full((2, 3), 1.0)), torch.nn.Parameter(torch.full((2, 3), 2.0))
+    params = [p, q]
+    if how == "parameters" and one:
+        params = [q, p]
+    if how == "rows":
+        p.data[int(one)] = 5.0
+    if how == "elements" and one:
+        p.data = p.data.t().contiguous().t()
+    if how == "shape" and one:
+        params = [torch.nn.Parameter(torch.full((3, 2), 1.0)), q]
+    opt = FusedAccumOptimizer(SGD(params, lr=1.0), 1, process_group=dist.group.WORLD)
+    (params[0] * 2).sum().backward()
+    with pytest.raises(RuntimeError, match="the same order"):
+        opt.step()
+    assert opt.updates == 0
+
+
+@pytest.mark.parametrize("how", ["parameters", "rows", "elements", "shape"])
+def test_ranks_that_differ_in_the_order_of_parameters_or_elements(how):
+    on_ranks(2, differ_in_order, how)
+
+
+def drops_what_is_on_its_way():
+    """A backward that raises on rank 1 after buckets have left, and a `reset()` there: rank 0 must not update alone."""
+    params = [torch.nn.Parameter(torch.zeros(300)) for _ in range(3)]
+    opt = FusedAccumOptimizer(
+        SGD(params, lr=1.0), 1, process_group=dist.group.WORLD, fold="backward", bucket_mb=300 * 4 / 2**20
+    )
+    one = dist.get_rank() == 1
+
+    def micro_batch():
+        sum((i + 1.0) * p.sum() for i, p in enumerate(params)).backward()
+
+    opt.micro_batch(last=True)
+    if one:
+        hook = params[0].register_hook(lambda grad: (_ for _ in ()).throw(KeyError("a hook")))
+        with pytest.raises(KeyError):
+            micro_batch()
+        hook.remove()
+        opt.reset()
+    micro_batch()
+    with pytest.raises(RuntimeError, match=r"3 buckets sent .* rank 1: 0 buckets .*nothing was updated"):
+        opt.step()
+    assert all(not p.any() for p in params)
+    opt.reset()
+    micro_batch()
+    opt.step()  # all agree again
+    assert [p[0].item() for p in params] == [-1.0, -2.0, -3.0]
+
+
+def test_a_window_that_one_rank_has_dropped_on_its_way_is_no_update():
+    on_ranks(2, drops_what_is_on_its_way)
 
 
 def consolidate_beside_flush():
