@@ -46,8 +46,8 @@ class Place:
 
         It is ours alone where this object and the call hold it. Views of it are not seen.
         """
-        memory = local(self.view)
         if sys.getrefcount(self.view) > 2 or self.view._use_count() > 1:
+            memory = local(self.view)  # not before: it would be a reference more
             memory.data = memory.data.clone()
             self.look()
 

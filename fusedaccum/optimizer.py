@@ -368,6 +368,8 @@ class FusedAccumOptimizer(Asked, OverRanks, Optimizer):
             self._window.optimizer.load_state_dict(opened.state_dict)
             checkpoint.load(self._window, opened.saved, opened.state_dict)
             opened.take()
+            if self._window.ranks is not None:
+                self._window.ranks.loads += 1
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

@@ -134,9 +134,12 @@ def _check_group(checked: Options) -> None:
             )
         return
     if not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        seen = f"a {type(group).__name__}"
+        if isinstance(group, int):  # dist.GroupMember.NON_GROUP_MEMBER
+            seen = "no group, but what new_group() returns to a rank outside of it,"
         raise TypeError(
-            f"{NAME}: process_group={group!r} is a {type(group).__name__} and must be a torch.distributed.ProcessGroup "
-            "that this rank belongs to, such as torch.distributed.group.WORLD, or None"
+            f"{NAME}: process_group={group!r} is {seen} and must be a torch.distributed.ProcessGroup that this rank "
+            "belongs to, such as torch.distributed.group.WORLD, or None"
         )
     for name, value in (("nonfinite", "skip_micro"), ("amp_scaling", True)):
         if getattr(checked, name) == value:

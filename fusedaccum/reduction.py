@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -147,7 +147,7 @@ def exchange(window: Window, doing: int) -> list[Header]:
 
 SHOWN = {
     "doing": lambda v: DOING[v],
-    "options": lambda v: f"options with digest {v & 0xFFFFFFFF:08x}",
+    "options": lambda v: f"options and hyper-parameters with digest {v & 0xFFFFFFFF:08x}",
     "sent": lambda v: f"{v} buckets sent inside the window's last backward",
     "layout": lambda v: f"parameters with digest {v & 0xFFFFFFFF:08x}",
     "values": lambda v: f"parameters whose values have digest {v & 0xFFFFFFFF:08x}",
@@ -158,7 +158,8 @@ SHOWN = {
 WAYS_OUT = {
     "doing": "A rank that has run out of data calls step() without a gradient as often as the others with one; "
     "flush(), consolidate() and micro_batch(last=True) are called on every rank, or on none",
-    "options": "Give every rank the same options",
+    "options": "Give every rank the same options and hyper-parameters, learning rates too, and load a state on every "
+    "rank or on none",
     "sent": "A rank has dropped this window while its sums were on their way: reset() on every rank drops it",
     "layout": "The optimizers must hold parameters of the same shapes in the same order, frozen alike; with "
     "shard='zero1' a state is loaded on every rank, or on none",
@@ -171,9 +172,26 @@ WAYS_OUT = {
 
 
 def said(window: Window) -> str:
-    """The options that ranks have to share. How gradients are folded is each rank's own affair."""
+    """What ranks have to share: options, hyper-parameters that the host knows, and how often a state was loaded.
+
+    How gradients are folded is each rank's own affair.
+    """
     own = ("process_group", "fold")
-    return ", ".join(f"{name}={value}" for name, value in vars(window.options).items() if name not in own)
+    options = [f"{name}={value}" for name, value in vars(window.options).items() if name not in own]
+    groups = [
+        {key: plain for key, value in group.items() if (plain := _plain(value)) is not None}
+        for group in window.optimizer.param_groups
+    ]
+    return f"{', '.join(options)}, param_groups={groups}, {window.ranks.loads} states loaded"
+
+
+def _plain(value: Any) -> Any:
+    """A hyper-parameter as something that prints alike on every rank; None for what is none, or on another device."""
+    if isinstance(value, Tensor):
+        return value.tolist() if value.device.type == "cpu" and value.numel() == 1 else None
+    if isinstance(value, tuple):
+        return [_plain(v) for v in value]
+    return value if isinstance(value, bool | int | float | str) else None
 
 
 def _digest(what: str | bytes) -> int:

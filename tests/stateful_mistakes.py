@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 
-from fusedaccum import FusedAccumOptimizer, GatedScheduler, checkpoint, folding, window
+from fusedaccum import FusedAccumOptimizer, GatedScheduler, checkpoint, folding, loaded_state, window
 from fusedaccum.boundary import Boundary
 from fusedaccum.counts import Counts
 from fusedaccum.flat_buffer import FlatBuffer
@@ -247,7 +247,7 @@ def loading_does_not_rescale_for_other_steps(monkeypatch):
 
 @mistake
 def loading_shares_the_moments_with_the_dict(monkeypatch):
-    monkeypatch.setattr(checkpoint, "_own_state", lambda w, state, positions: None)
+    monkeypatch.setattr(loaded_state, "make_own", lambda optimizer, state, positions: None)
 
 
 @mistake

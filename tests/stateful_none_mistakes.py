@@ -202,9 +202,9 @@ def what_hooks_drop_is_used(monkeypatch):
         flag["inside"] = True
         return result
 
-    def close(boundary, window, pre, post):
+    def close(boundary, *given):
         flag["inside"] = False
-        return close_was(boundary, window, pre, post)
+        return close_was(boundary, *given)
 
     hooks_were, close_was = Boundary._run_pre_hooks, Boundary.close
     monkeypatch.setattr(Boundary, "_run_pre_hooks", run_hooks)

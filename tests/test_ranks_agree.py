@@ -98,7 +98,7 @@ def differ_in_options(options):
 )
 def test_ranks_that_differ_in_options(options):
     (first, *_), (second, *_) = results = on_ranks(2, differ_in_options, options)
-    assert all("options with digest" in text and "nothing was sent" in text for text, _ in results)
+    assert all("options and hyper-parameters with digest" in text and "nothing was sent" in text for text, _ in results)
     name, value = next(iter(options.items()))
     assert "this one, rank 1, has " in second
     assert f"{name}={value}" in second
@@ -218,3 +218,50 @@ def test_a_rank_that_does_not_come_is_an_error_that_names_the_collective(how):
     assert "rank 0 of 2" in text
     assert "within the process group's timeout" in text
     assert seconds < 5
+
+
+def differ_later(kind):
+    """What a rank is told where rank 1 has gone its own way after a window, and how far the parameter moved by then."""
+    p = torch.nn.Parameter(torch.zeros(3))
+    opt = FusedAccumOptimizer(SGD([p], lr=1.0), 1, process_group=dist.group.WORLD)
+
+    def window():
+        p.sum().backward()
+        opt.step()
+
+    window()
+    before = p.tolist()
+    saved = opt.state_dict()
+    if dist.get_rank() == 1:
+        if kind == "rate":
+            opt.param_groups[0]["lr"] = 0.5
+        elif kind == "rate as a tensor":
+            opt.param_groups[0]["lr"] = torch.tensor(0.5)
+        else:
+            opt.load_state_dict(saved)
+    with pytest.raises(RuntimeError) as error:
+        window()
+    return str(error.value), p.tolist() == before
+
+
+@pytest.mark.parametrize("kind", ["rate", "rate as a tensor", "load"])
+def test_ranks_that_part_after_a_window(kind):
+    for rank, (text, as_it_was) in enumerate(on_ranks(2, differ_later, kind)):
+        assert as_it_was
+        assert "learning rates too" in text
+        assert f"this one, rank {rank}, has" in text
+        mine = {"rate": "'lr': 0.5", "rate as a tensor": "'lr': 0.5", "load": "1 states loaded"}[kind]
+        assert (mine in text) == (rank == 1)
+
+
+def outside_of_the_group():
+    group = dist.new_group([0])
+    if dist.get_rank() == 0:
+        return True
+    with pytest.raises(TypeError, match=r"outside of it, and must be a torch.distributed.ProcessGroup"):
+        FusedAccumOptimizer(SGD([torch.nn.Parameter(torch.zeros(3))], lr=1.0), 1, process_group=group)
+    return True
+
+
+def test_a_rank_outside_of_the_group():
+    assert on_ranks(2, outside_of_the_group) == [True, True]
