@@ -79,7 +79,7 @@ class Ranks:
     def total(self, what: str, tensor: Tensor) -> None:
         """Make every element of `tensor` the sum over all ranks, in its own dtype."""
         with self.saying(what):
-            dist.all_reduce(tensor, group=self.group)
+            dist.all_reduce(tensor, group=self.hosts if tensor.device.type == "cpu" else self.group)
 
     def share_out(self, what: str, flat: Tensor) -> None:
         """Make this rank's share of `flat` (float32[n], n a multiple of the ranks) the sum over all ranks.

@@ -132,8 +132,14 @@ class FlatBuffer:
 
     @cached_property
     def digest(self) -> bytes:
-        """A digest of device type, dtypes and sizes, by which ranks find out that they hold the same parameters."""
-        what = (self.device.type, [(str(p.dtype), n) for p, n in zip(self.params, self.numels, strict=True)])
+        """A digest of device type, dtypes, shapes and memory order, by which ranks find out that they hold the same
+        parameters, element for element. The stride of a dimension of 1 says nothing.
+        """
+        orders = [
+            [(n, s) for n, s in zip(shape, stride, strict=True) if n != 1]
+            for shape, stride in zip(self.shapes, self.strides, strict=True)
+        ]
+        what = (self.device.type, [(str(p.dtype), order) for p, order in zip(self.params, orders, strict=True)])
         return hashlib.sha256(repr(what).encode()).digest()
 
     def allocate(self, size: int) -> Tensor:

@@ -149,7 +149,8 @@ SHOWN = {
 WAYS_OUT = {
     "doing": "A rank that has run out of data calls step() without a gradient as often as the others with one; "
     "flush(), consolidate() and micro_batch(last=True) are called on every rank, or on none",
-    "layout": "The optimizers must hold parameters of the same shapes in the same order, frozen alike; with "
+    "layout": "The optimizers must hold parameters of the same shapes in the same order, frozen alike and in the "
+    "same memory format; with "
     "shard='zero1' a state is loaded on every rank, or on none",
     "values": "Begin with equal parameters: load the same file on every rank, or send those of one by "
     "torch.distributed.broadcast",
@@ -180,7 +181,7 @@ def _values(buffers: list[FlatBuffer]) -> int:
 def _totals(window: Window, headers: list[Header]) -> Totals:
     items: float | Tensor = sum(from_bits(header.items) for header in headers)
     if any(header.items_on_device for header in headers):
-        device = window.buffers[0].device
+        device = window.buffers[0].device if window.buffers else "cpu"
         items = torch.as_tensor(window.items, dtype=torch.float64, device=device).clone().reshape(1)
         window.ranks.total("the sum of item counts", items)
     return Totals(
@@ -197,6 +198,8 @@ def _add_up(window: Window, live: bool, whole: bool = False) -> None:
 
     whole: on every rank, also where each needs its share alone.
     """
+    if not window.buffers:  # every parameter is frozen, on every rank
+        return
     if live:
         window.keep_live()
     marks = torch.cat([buffer.marks & TOUCHED for buffer in window.buffers])

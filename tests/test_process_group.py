@@ -284,6 +284,27 @@ def test_groups_of_ranks_and_wrapped_updates():
     assert not torch.equal(results[0][1], results[1][1])
 
 
+def everything_frozen(shard):
+    p = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+    opt = FusedAccumOptimizer(SGD([p], lr=1.0), 2, process_group=dist.group.WORLD, shard=shard)
+    opt.step()
+    opt.consolidate()
+    opt.step()
+    opt.step(mean_of=torch.tensor(2.0 * dist.get_rank()))
+    assert opt.flush() is False
+    assert (opt.updates, opt.skipped_windows, opt.pending) == (0, 0, 0)
+    p.requires_grad_(True)
+    p.grad = torch.ones(3) * dist.get_rank()
+    opt.step()
+    assert opt.flush() is True
+    assert p.tolist() == [0.5] * 3
+
+
+@pytest.mark.parametrize("shard", [None, "zero1"])
+def test_windows_in_which_every_parameter_is_frozen(shard):
+    on_ranks(2, everything_frozen, shard)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [

@@ -21,6 +21,8 @@ def differ(kind):
     one = rank == 1
     p, q = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(4 if kind == "shapes" and one else 3))
     q.requires_grad_(not (kind == "frozen" and one))
+    if kind == "memory format":
+        q.data = torch.zeros(3, 2).t() if one else torch.zeros(2, 3)
     fold = "backward" if kind.startswith("last") else "step"
     if kind == "values" and one:
         q.data.fill_(1.0)
@@ -56,6 +58,7 @@ CASES = {
     "weights": ["rank 0: plain micro-batches", "rank 1: weighted micro-batches", "mean_of"],
     "shapes": ["digest", "same shapes"],
     "frozen": ["digest", "frozen"],
+    "memory format": ["digest", "same memory format"],
     "number": ["rank 0: 4 windows closed", "rank 1: 5 windows closed"],
     "last": ["rank 0: closing a full window in step()", "rank 1: in the backward that", "last=True"],
     "uneven": ["rank 0: closing a full window in step()", "rank 1: in flush()", "step() without a gradient"],
