@@ -34,6 +34,7 @@ class Ranks:
         self.wire_dtype = wire_dtype
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.windows = 0  # that were reduced
+        self.given_up = 0  # by reset(), when their reduction had begun
         self._hosts: dist.ProcessGroup | None = None
 
     @contextmanager

@@ -264,6 +264,8 @@ class FusedAccumOptimizer(Asked, OverRanks, Optimizer):
 
     def reset(self) -> None:
         """Drop what the open window holds. `p.grad` is left alone; with steps=None it is what the window holds."""
+        if self._window.reduced is not None or self._window.overlap is not None:
+            self._window.ranks.given_up += 1  # other ranks may have updated with it
         with modes.no_grad():
             self._window.reset()
             if self._window.live is not None:

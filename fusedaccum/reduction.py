@@ -34,13 +34,14 @@ MODES = (None, PLAIN, WEIGHTED)
 class Header:
     """What a rank says of its window before sums are sent.
 
-    number: windows that it has reduced before. values: at the first of them, what the bits of all
-    parameters add up to: ranks that begin with other parameters would never agree. length, mode: 0 where nothing is in
-    the window. items: as `as_bits` has them, those that the host knows.
+    number: windows that it has reduced before. given_up: those that it has dropped then. values: at the first of them,
+    what the bits of all parameters add up to: ranks that begin with other parameters would never agree. length, mode: 0
+    where nothing is in the window. items: as `as_bits` has them, those that the host knows.
     """
 
     doing: int
     number: int
+    given_up: int
     layout: int
     values: int
     length: int
@@ -112,6 +113,7 @@ def exchange(window: Window, doing: int) -> list[Header]:
     mine = Header(
         doing=doing,
         number=window.ranks.windows,
+        given_up=window.ranks.given_up,
         layout=_layout(window),
         values=0 if window.ranks.windows else _values(window.buffers),
         length=window.length if window.is_open else 0,
@@ -143,6 +145,7 @@ SHOWN = {
     "layout": lambda v: f"parameters with digest {v & 0xFFFFFFFF:08x}",
     "values": lambda v: f"parameters whose bits add up to {v & 0xFFFFFFFF:08x}",
     "number": lambda v: f"{v} windows closed",
+    "given_up": lambda v: f"{v} windows dropped by reset() after their reduction had begun",
     "length": lambda v: f"{v} micro-batches a window",
     "mode": lambda v: f"{MODES[v]} micro-batches",
 }
@@ -155,6 +158,8 @@ WAYS_OUT = {
     "values": "Begin with equal parameters: load the same file on every rank, or send those of one by "
     "torch.distributed.broadcast",
     "number": "Wrap the optimizer at the same time on every rank",
+    "given_up": "One that others may have updated with is dropped on every rank, or ended by flush(); load a saved "
+    "state on all of them, or wrap the optimizer again with equal parameters",
     "length": "Give every rank the same `steps`",
     "mode": "Give item counts (mean_of or sum_of) on every rank, or on none",
 }

@@ -91,6 +91,38 @@ def test_after_a_refusal_the_window_goes_on():
     on_ranks(2, consolidate_beside_flush)
 
 
+def one_gives_up():
+    """Rank 0 drops a window that rank 1 updates with."""
+    rank = dist.get_rank()
+    p = torch.nn.Parameter(torch.zeros(3))
+    opt = FusedAccumOptimizer(SGD([p], lr=1.0), 1, process_group=dist.group.WORLD)
+
+    def hook(*_):
+        if rank == 0:
+            raise ValueError("rank 0 alone")
+
+    handle, saved = opt.register_step_pre_hook(hook), opt.state_dict()
+    p.sum().backward()
+    try:
+        opt.step()
+    except ValueError:
+        opt.reset()
+    handle.remove()
+    assert p.tolist() == [-float(rank)] * 3
+    p.sum().backward()
+    with pytest.raises(RuntimeError, match=r"rank 0: 1 windows dropped by reset\(\).*rank 1: 0 windows.*load a saved"):
+        opt.step()
+    opt.load_state_dict(saved)
+    p.data.zero_()
+    p.sum().backward()
+    opt.step()
+    return p.tolist()
+
+
+def test_a_window_that_one_rank_drops_and_another_updates_with():
+    assert on_ranks(2, one_gives_up) == [[-1.0] * 3] * 2
+
+
 # Ranks that do not come
 
 
