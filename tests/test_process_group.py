@@ -251,6 +251,33 @@ def test_hooks_see_and_edit_the_mean_over_ranks():
     on_ranks(2, hooks)
 
 
+def saves_its_share():
+    """What is saved of a reduced window stands for as many micro-batches as the rank has put in."""
+    rank = dist.get_rank()
+    p = torch.nn.Parameter(torch.zeros(2))
+    opt = wrap([p], 8)
+    for _ in range(1 + 2 * rank):
+        feed(opt, p, 4.0)
+
+    def fails(optimizer, args, kwargs):
+        raise KeyError("hook")
+
+    handle = opt.register_step_pre_hook(fails)
+    with pytest.raises(KeyError):
+        opt.flush()
+    handle.remove()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        saved = copy.deepcopy(opt.state_dict())
+    assert saved["fusedaccum"]["sums"][0].tolist() == [(1 + 2 * rank) * 4.0 / 8] * 2
+    opt.load_state_dict(saved)
+    assert (opt.flush(), p.tolist()) == (True, [-4.0] * 2)
+
+
+def test_a_saved_share_counts_as_many_micro_batches_as_the_rank_had():
+    on_ranks(2, saves_its_share)
+
+
 # Every class of optimizer, groups of ranks, copies
 
 
