@@ -274,6 +274,22 @@ def saves_its_share():
     assert (opt.flush(), p.tolist()) == (True, [-4.0] * 2)
 
 
+def has_nothing_to_count(empty, on_device):
+    """One rank flushes an empty window, the other one that counts items: 8 of them, with a sum of 16."""
+    p = torch.nn.Parameter(torch.zeros(2))
+    opt = wrap([p], 4)
+    if dist.get_rank() != empty:
+        feed(opt, p, 16.0, sum_of=torch.tensor(8.0) if on_device else 8)
+    assert opt.flush() is True
+    return p.tolist()
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("empty", [0, 1])
+def test_a_rank_without_a_window_beside_one_that_counts_items(empty, on_device):
+    assert on_ranks(2, has_nothing_to_count, empty, on_device) == [[-2.0] * 2] * 2
+
+
 def test_a_saved_share_counts_as_many_micro_batches_as_the_rank_had():
     on_ranks(2, saves_its_share)
 
