@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fusedaccum import capture, folding, reduction, totals
+from fusedaccum import capture, folding, headers, reduction, totals
 from fusedaccum.flat_buffer import FlatBuffer
 from fusedaccum.options import NAME, WEIGHTED
 
@@ -32,11 +32,11 @@ class Boundary:
         self._divided_by: float | Tensor | None = None  # by which `show` has divided the sums
 
     def close(
-        self, window: Window, pre_hooks: Callable[[], bool], post_hooks: Callable[[], None], doing: int = reduction.FULL
+        self, window: Window, pre_hooks: Callable[[], bool], post_hooks: Callable[[], None], doing: int = headers.FULL
     ) -> None:
         """Update the parameters with what the window holds, and begin the next one.
 
-        doing: what other ranks are told: reduction.FULL, or FLUSH for a window that may be short.
+        doing: what other ranks are told: headers.FULL, or FLUSH for a window that may be short.
         pre_hooks and post_hooks are called around the update, and not at all where no gradient came in the window.
         Where something raises before the update, the window is as it was.
         """

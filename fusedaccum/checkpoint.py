@@ -303,6 +303,8 @@ def load(window: Window, saved: dict[str, Any] | None, state_dict: dict[str, Any
     """
     window.graphs.forget()
     window.reset()
+    if window.ranks is not None:
+        window.ranks.given_up = 0  # parameters are brought together again where a state is loaded
     positions = by_index(window)
     state = loaded_state.by_position(window.optimizer, state_dict, positions)
     loaded_state.make_own(window.optimizer, state, positions)

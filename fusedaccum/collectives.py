@@ -35,6 +35,7 @@ class Ranks:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.windows = 0  # that were reduced
         self.loads = 0  # of states
+        self.given_up = 0  # by reset(), when their reduction had begun
         self._hosts: dist.ProcessGroup | None = None
 
     @contextmanager
@@ -80,7 +81,7 @@ class Ranks:
     def total(self, what: str, tensor: Tensor) -> None:
         """Make every element of `tensor` the sum over all ranks, in its own dtype."""
         with self.saying(what):
-            dist.all_reduce(tensor, group=self.group)
+            dist.all_reduce(tensor, group=self.hosts if tensor.device.type == "cpu" else self.group)
 
     def share_out(self, what: str, flat: Tensor) -> None:
         """Make this rank's share of `flat` (float32[n], n a multiple of the ranks) the sum over all ranks.

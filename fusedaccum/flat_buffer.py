@@ -132,9 +132,11 @@ class FlatBuffer:
 
     @cached_property
     def digest(self) -> bytes:
-        """A digest of device type, dtypes, shapes and the order of elements in memory, in which ranks add them up."""
+        """A digest of device type, dtypes, shapes and memory order, by which ranks find out that they hold the same
+        parameters, element for element. The stride of a dimension of 1 says nothing.
+        """
         parameters = [
-            (str(p.dtype), tuple(shape), [s for s, n in zip(stride, shape, strict=True) if n > 1])
+            (str(p.dtype), tuple(shape), [s for s, n in zip(stride, shape, strict=True) if n != 1])
             for p, shape, stride in zip(self.params, self.shapes, self.strides, strict=True)
         ]
         what = (self.device.type, parameters)

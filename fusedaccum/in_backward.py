@@ -156,6 +156,7 @@ class InBackward:
         if window.last:
             window.begin_overlap()
         window.begun, window.length, window.saved = micro, micro.length, False
+        window.consolidated = False  # what is folded from now on is of this rank alone
         self.backwards = 0
         self._first = True
         return True

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fusedaccum import amp, capture, checkpoint, folding, hooks, micro, modes, reduction, sharded_dict
+from fusedaccum import amp, capture, checkpoint, folding, headers, hooks, micro, modes, sharded_dict
 from fusedaccum.asked import Asked
 from fusedaccum.length import Steps, check_steps
 from fusedaccum.notices import warn_open_window
@@ -250,11 +250,11 @@ class FusedAccumOptimizer(Asked, OverRanks, Optimizer):
         with modes.no_grad():
             if self._window.begun:  # a backward without a step() behind it
                 self._window.micro_batch(None, None)
-            self._close_window(reduction.FLUSH)
+            self._close_window(headers.FLUSH)
         # Folds that were replayed in a CUDA graph are counted on the device, and nothing waits for it here.
         return True if self._window.graphs.captured else self.updated
 
-    def _close_window(self, doing: int = reduction.FULL) -> None:
+    def _close_window(self, doing: int = headers.FULL) -> None:
         window = self._window
         try:
             window.boundary.close(window, lambda: hooks.before_update(self), lambda: hooks.after_update(self), doing)
@@ -264,6 +264,8 @@ class FusedAccumOptimizer(Asked, OverRanks, Optimizer):
 
     def reset(self) -> None:
         """Drop what the open window holds. `p.grad` is left alone; with steps=None it is what the window holds."""
+        if self._window.reduced is not None or self._window.overlap is not None:
+            self._window.ranks.given_up += 1  # other ranks may have updated with it
         with modes.no_grad():
             self._window.reset()
             if self._window.live is not None:

@@ -54,6 +54,6 @@ class OverRanks:
                 f"{NAME}: consolidate() was called while the window was being reduced; call it after step()"
             )
         with modes.no_grad():
-            reduction.consolidate(window)
+            reduction.consolidate(window, to)
             if window.zero1 is not None:
                 window.zero1.consolidate(window, to)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from fusedaccum.collectives import Sum
 from fusedaccum.flat_buffer import FlatBuffer, Part
+from fusedaccum.headers import LAST, exchange
 from fusedaccum.options import NAME
-from fusedaccum.reduction import LAST, exchange
 
 if TYPE_CHECKING:
     from fusedaccum.window import Window

@@ -2,58 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fusedaccum import totals as norms
-from fusedaccum.collectives import as_bits, from_bits
-from fusedaccum.flat_buffer import FlatBuffer, in_memory_order
+from fusedaccum.collectives import from_bits
+from fusedaccum.flat_buffer import FlatBuffer
 from fusedaccum.folding import describe
+from fusedaccum.headers import CONSOLIDATE, DROPPED, LIVE, MODES, ON_DEVICE, Header, exchange
 from fusedaccum.ops import TOUCHED
-from fusedaccum.options import NAME, PLAIN, WEIGHTED
+from fusedaccum.options import NAME, WEIGHTED
 
 if TYPE_CHECKING:
     from fusedaccum.window import Window
-
-# What a rank is about to do when it sends its header.
-FULL, FLUSH, LAST, CONSOLIDATE = 1, 2, 3, 4
-DOING = {
-    FULL: "closing a full window in step()",
-    FLUSH: "in flush()",
-    LAST: "in the backward that micro_batch(last=True) announced",
-    CONSOLIDATE: "in consolidate()",
-}
-MODES = (None, PLAIN, WEIGHTED)
-ON_DEVICE, LIVE, DROPPED = 1, 2, 4  # item counts are tensors there; some segments may hold nothing; left something out
-CHUNK = 2**20  # elements whose bits are added up at a time
-
-
-@dataclass(frozen=True)
-class Header:
-    """What a rank says of its window before sums are sent.
-
-    number: windows that it has reduced before. values: at the first of them, a digest of the bits of all
-    parameters: ranks that begin with other parameters would never agree. options: a digest. length, mode: 0 where
-    nothing is in the window. items: as `as_bits` has them, those that the host knows. sent: buckets that have left
-    inside the last backward. flags: ON_DEVICE, LIVE and DROPPED.
-    """
-
-    doing: int
-    options: int
-    sent: int
-    number: int
-    layout: int
-    values: int
-    length: int
-    mode: int
-    pending: int
-    items: int
-    flags: int
-    begun: int
 
 
 @dataclass(frozen=True)
@@ -109,124 +73,10 @@ def reduce(window: Window, doing: int) -> list[FlatBuffer]:
     return touched
 
 
-def exchange(window: Window, doing: int) -> list[Header]:
-    """Everybody's header, in order of ranks. Raises RuntimeError on all of them where they do not fit together."""
-    on_device = isinstance(window.items, Tensor)
-    mine = Header(
-        doing=doing,
-        options=_digest(said(window)),
-        sent=0 if window.overlap is None else window.overlap.sent,
-        number=window.ranks.windows,
-        layout=_layout(window),
-        values=0 if window.ranks.windows else _values(window.buffers),
-        length=window.length if window.is_open else 0,
-        mode=MODES.index(window.mode) if window.pending else 0,
-        pending=window.pending,
-        items=0 if on_device else as_bits(window.items),
-        flags=ON_DEVICE * on_device
-        + LIVE * any(buffer.live is not None for buffer in window.buffers)
-        + DROPPED * window.dropped,
-        begun=window.begun is not None,
-    )
-    what = f"the exchange of headers at window {mine.number} ({DOING[doing]})"
-    headers = [Header(*numbers) for numbers in window.ranks.all_of(what, list(map(int, vars(mine).values())))]
-    for name, show in SHOWN.items():
-        seen = {getattr(header, name): rank for rank, header in reversed(list(enumerate(headers)))}
-        if name in ("length", "mode"):  # of those that hold something
-            seen.pop(0, None)
-        if len(seen) > 1:
-            told = ", ".join(f"rank {rank}: {show(value)}" for value, rank in sorted(seen.items(), key=lambda s: s[1]))
-            mine = f"; this one, rank {window.ranks.rank}, has {said(window)}" if name == "options" else ""
-            done = "nothing was updated" if headers[0].sent or name == "sent" else "nothing was sent"
-            raise RuntimeError(
-                f"{NAME}: the ranks are not at the same point ({told}); every rank has to make the same calls with "
-                f"the same options, and {done}. {WAYS_OUT[name]}{mine}"
-            )
-    return headers
-
-
-SHOWN = {
-    "doing": lambda v: DOING[v],
-    "options": lambda v: f"options and hyper-parameters with digest {v & 0xFFFFFFFF:08x}",
-    "sent": lambda v: f"{v} buckets sent inside the window's last backward",
-    "layout": lambda v: f"parameters with digest {v & 0xFFFFFFFF:08x}",
-    "values": lambda v: f"parameters whose values have digest {v & 0xFFFFFFFF:08x}",
-    "number": lambda v: f"{v} windows closed",
-    "length": lambda v: f"{v} micro-batches a window",
-    "mode": lambda v: f"{MODES[v]} micro-batches",
-}
-WAYS_OUT = {
-    "doing": "A rank that has run out of data calls step() without a gradient as often as the others with one; "
-    "flush(), consolidate() and micro_batch(last=True) are called on every rank, or on none",
-    "options": "Give every rank the same options and hyper-parameters, learning rates too, and load a state on every "
-    "rank or on none",
-    "sent": "A rank has dropped this window while its sums were on their way: reset() on every rank drops it",
-    "layout": "The optimizers must hold parameters of the same shapes in the same order, frozen alike; with "
-    "shard='zero1' a state is loaded on every rank, or on none",
-    "values": "Begin with equal parameters in the same order: load the same file on every rank, or send those of one "
-    "by torch.distributed.broadcast",
-    "number": "Wrap the optimizer at the same time on every rank",
-    "length": "Give every rank the same `steps`",
-    "mode": "Give item counts (mean_of or sum_of) on every rank, or on none",
-}
-
-
-def said(window: Window) -> str:
-    """What ranks have to share: options, hyper-parameters that the host knows, and how often a state was loaded.
-
-    How gradients are folded is each rank's own affair.
-    """
-    own = ("process_group", "fold")
-    options = [f"{name}={value}" for name, value in vars(window.options).items() if name not in own]
-    groups = [
-        {key: plain for key, value in group.items() if (plain := _plain(value)) is not None}
-        for group in window.optimizer.param_groups
-    ]
-    return f"{', '.join(options)}, param_groups={groups}, {window.ranks.loads} states loaded"
-
-
-def _plain(value: Any) -> Any:
-    """A hyper-parameter as something that prints alike on every rank; None for what is none, or on another device."""
-    if isinstance(value, Tensor):
-        return value.tolist() if value.device.type == "cpu" and value.numel() == 1 else None
-    if isinstance(value, tuple):
-        return [_plain(v) for v in value]
-    return value if isinstance(value, bool | int | float | str) else None
-
-
-def _digest(what: str | bytes) -> int:
-    data = what.encode() if isinstance(what, str) else what
-    return int.from_bytes(hashlib.sha256(data).digest()[:8], "little", signed=True)
-
-
-def _layout(window: Window) -> int:
-    """A digest of what the buffers hold, and of the shares of it."""
-    digests = b"".join(buffer.digest for buffer in window.buffers)
-    if window.zero1 is not None:
-        digests += window.zero1.digest(window)
-    return _digest(digests)
-
-
-def _values(buffers: list[FlatBuffer]) -> int:
-    """A digest of the bits of all parameters, in order. Waits for the device.
-
-    The order counts, because ranks that list parameters of one shape in another order would add up what does not
-    belong together, and hold the same bits all in all.
-    """
-    sums = []
-    for buffer in buffers:
-        weights = torch.arange(1, CHUNK + 1, device=buffer.device)
-        for p, stride in zip(buffer.params, buffer.strides, strict=True):
-            bits = in_memory_order(p, stride)
-            for chunk in bits.view(torch.int32 if bits.dtype == torch.float32 else torch.int16).split(CHUNK):
-                sums.append(int((chunk * weights[: len(chunk)]).sum()))
-    return _digest(repr(sums))
-
-
 def _totals(window: Window, headers: list[Header]) -> Totals:
     items: float | Tensor = sum(from_bits(header.items) for header in headers)
     if any(header.flags & ON_DEVICE for header in headers):
-        device = window.buffers[0].device
+        device = window.buffers[0].device if window.buffers else "cpu"
         items = torch.as_tensor(window.items, dtype=torch.float64, device=device).clone().reshape(1)
         window.ranks.total("the sum of item counts", items)
     return Totals(
@@ -243,6 +93,8 @@ def _add_up(window: Window, live: bool, whole: bool = False) -> None:
 
     whole: on every rank, also where each needs its share alone.
     """
+    if not window.buffers:  # every parameter is frozen, on every rank
+        return
     if live:
         window.keep_live()
     marks = torch.cat([buffer.marks & TOUCHED for buffer in window.buffers])
@@ -292,10 +144,10 @@ def _not_finite(window: Window, touched: list[FlatBuffer]) -> list[Tensor]:
     return [p for p, bad in zip(suspects, here.tolist(), strict=True) if bad]
 
 
-def consolidate(window: Window) -> None:
+def consolidate(window: Window, to: int | None) -> None:
     """Make every rank's open window the mean over ranks. See `FusedAccumOptimizer.consolidate`."""
     window.locate()
-    headers = exchange(window, CONSOLIDATE)
+    headers = exchange(window, CONSOLIDATE, to)
     counts = [header.pending for header in headers]
     if len(set(counts)) > 1 or any(header.begun for header in headers):
         raise RuntimeError(

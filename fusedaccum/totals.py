@@ -18,12 +18,14 @@ def total(window: Window, buffers: list[FlatBuffer]) -> Tensor:
 
     Of DTensors it is that of whole parameters: shards are added up, replicas counted once, and all ranks of a mesh get
     the same bits. Plain tensors beside DTensors count once too, as copies that every rank has; should they differ, the
-    largest counts for all. A collective where there are DTensors: every rank has to call it, with the same buffers.
+    largest counts for all. A collective where there are DTensors: every rank has to call it.
 
     Where the buffers are shares (shard="zero1") it is that of all shares, in a collective too.
     """
     if window.zero1 is not None:
         return window.zero1.total(buffers)
+    if any(buffer.spread is not None for buffer in window.buffers):
+        buffers = window.buffers  # of which a rank may have touched others than the next one
     device = buffers[0].device
     plain = [buffer.square_total() for buffer in buffers if buffer.spread is None]
     sums = []

@@ -95,6 +95,12 @@ def uneven_and_begun():
     with pytest.raises(RuntimeError, match=r"ended by step\(\)"):
         opt.consolidate()
     opt.reset()
+    micro_batch(opt, p, 1.0)
+    opt.consolidate()
+    (p * (1.0 + rank)).sum().backward()
+    with pytest.warns(UserWarning, match=f"rank {rank} alone, of.*consolidate"):
+        opt.state_dict()  # what the backward has folded is of this rank alone
+    opt.reset()
     p.data.zero_()
 
     opt = wrap([p], 2)  # what is consolidated goes on here too

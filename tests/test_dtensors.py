@@ -339,3 +339,21 @@ def test_shards_are_rounded_by_numbers_of_their_own_and_replicas_alike():
     assert abs(mean - (1 - 2.0**-10)) < 6 * 2.0**-8 / 2 / 64
     results = on_ranks(4, rounds, (2, 2), [Replicate(), Shard(0)])
     assert results[0] == results[2] != results[1] == results[3]
+
+
+def plain_gradients_on_one_rank():
+    """A plain parameter beside a DTensor gets a gradient on rank 0 alone: the norm is still taken by all."""
+    mesh = mesh_of(2)
+    p, q = Parameter(distributed(torch.arange(8.0), mesh, [Shard(0)])), Parameter(torch.zeros(2))
+    opt = FusedAccumOptimizer(SGD([p, q], lr=1.0), 1, max_norm=100.0)
+    p.grad = distributed(torch.ones(8), mesh, [Shard(0)])
+    if dist.get_rank() == 0:
+        q.grad = torch.ones(2)
+    opt.step()
+    return opt.grad_norm, p.full_tensor().tolist()
+
+
+def test_plain_gradients_on_one_rank_alone():
+    for norm, values in on_ranks(2, plain_gradients_on_one_rank):
+        assert norm == pytest.approx(10**0.5)  # 8 of the DTensor, and the larger of 2 and 0
+        assert values == [v - 1.0 for v in range(8)]

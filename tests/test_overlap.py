@@ -43,10 +43,13 @@ def run(m, opt, updates, last, used=lambda rank, update, i: range(4)):
 
 
 def same_bits(dtype, wire):
-    """With and without overlap; and with layers that are not used by all ranks, or at all, in the last micro-batch."""
+    """With and without overlap; and with layers that are not used by all ranks, or at all, in the last micro-batch;
+    and with layers that a rank uses in every other window.
+    """
     uneven = lambda rank, update, i: [k for k in range(4) if (k + rank + update + i) % 3]  # noqa: E731
     nothing = lambda rank, update, i: range(4) if i < 2 or (rank == 1 and update == 0) else []  # noqa: E731
-    for used in (lambda *_: range(4), uneven, nothing):
+    in_turns = lambda rank, update, i: [k for k in range(4) if (k + rank + update) % 2]  # noqa: E731
+    for used in (lambda *_: range(4), uneven, nothing, in_turns):
         results = []
         for last in (False, True):
             m = model(0, dtype)

@@ -251,6 +251,49 @@ def test_hooks_see_and_edit_the_mean_over_ranks():
     on_ranks(2, hooks)
 
 
+def saves_its_share():
+    """What is saved of a reduced window stands for as many micro-batches as the rank has put in."""
+    rank = dist.get_rank()
+    p = torch.nn.Parameter(torch.zeros(2))
+    opt = wrap([p], 8)
+    for _ in range(1 + 2 * rank):
+        feed(opt, p, 4.0)
+
+    def fails(optimizer, args, kwargs):
+        raise KeyError("hook")
+
+    handle = opt.register_step_pre_hook(fails)
+    with pytest.raises(KeyError):
+        opt.flush()
+    handle.remove()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        saved = copy.deepcopy(opt.state_dict())
+    assert saved["fusedaccum"]["sums"][0].tolist() == [(1 + 2 * rank) * 4.0 / 8] * 2
+    opt.load_state_dict(saved)
+    assert (opt.flush(), p.tolist()) == (True, [-4.0] * 2)
+
+
+def has_nothing_to_count(empty, on_device):
+    """One rank flushes an empty window, the other one that counts items: 8 of them, with a sum of 16."""
+    p = torch.nn.Parameter(torch.zeros(2))
+    opt = wrap([p], 4)
+    if dist.get_rank() != empty:
+        feed(opt, p, 16.0, sum_of=torch.tensor(8.0) if on_device else 8)
+    assert opt.flush() is True
+    return p.tolist()
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("empty", [0, 1])
+def test_a_rank_without_a_window_beside_one_that_counts_items(empty, on_device):
+    assert on_ranks(2, has_nothing_to_count, empty, on_device) == [[-2.0] * 2] * 2
+
+
+def test_a_saved_share_counts_as_many_micro_batches_as_the_rank_had():
+    on_ranks(2, saves_its_share)
+
+
 # Every class of optimizer, groups of ranks, copies
 
 
@@ -282,6 +325,27 @@ def test_groups_of_ranks_and_wrapped_updates():
     assert torch.equal(results[0][1], results[2][1])
     assert torch.equal(results[1][1], results[3][1])
     assert not torch.equal(results[0][1], results[1][1])
+
+
+def everything_frozen(shard):
+    p = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+    opt = FusedAccumOptimizer(SGD([p], lr=1.0), 2, process_group=dist.group.WORLD, shard=shard)
+    opt.step()
+    opt.consolidate()
+    opt.step()
+    opt.step(mean_of=torch.tensor(2.0 * dist.get_rank()))
+    assert opt.flush() is False
+    assert (opt.updates, opt.skipped_windows, opt.pending) == (0, 0, 0)
+    p.requires_grad_(True)
+    p.grad = torch.ones(3) * dist.get_rank()
+    opt.step()
+    assert opt.flush() is True
+    assert p.tolist() == [0.5] * 3
+
+
+@pytest.mark.parametrize("shard", [None, "zero1"])
+def test_windows_in_which_every_parameter_is_frozen(shard):
+    on_ranks(2, everything_frozen, shard)
 
 
 @pytest.mark.parametrize(

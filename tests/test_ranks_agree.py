@@ -21,6 +21,8 @@ def differ(kind):
     one = rank == 1
     p, q = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(4 if kind == "shapes" and one else 3))
     q.requires_grad_(not (kind == "frozen" and one))
+    if kind == "memory format":
+        q.data = torch.zeros(3, 2).t() if one else torch.zeros(2, 3)
     fold = "backward" if kind.startswith("last") else "step"
     if kind == "values" and one:
         q.data.fill_(1.0)
@@ -50,12 +52,13 @@ def differ(kind):
 
 
 CASES = {
-    "values": ["rank 0: parameters whose values have digest", "rank 1: parameters whose", "broadcast"],
+    "values": ["rank 0: parameters and optimizer state whose", "rank 1: parameters and optimizer", "broadcast"],
     "steps": ["rank 0: 2 micro-batches a window", "rank 1: 1 micro-batches a window", "`steps`"],
     "function": ["rank 0: 1 micro-batches a window", "rank 1: 2 micro-batches a window"],
     "weights": ["rank 0: plain micro-batches", "rank 1: weighted micro-batches", "mean_of"],
     "shapes": ["digest", "same shapes"],
     "frozen": ["digest", "frozen"],
+    "memory format": ["digest", "same memory format"],
     "number": ["rank 0: 4 windows closed", "rank 1: 5 windows closed"],
     "last": ["rank 0: closing a full window in step()", "rank 1: in the backward that", "last=True"],
     "uneven": ["rank 0: closing a full window in step()", "rank 1: in flush()", "step() without a gradient"],
@@ -179,6 +182,38 @@ def test_after_a_refusal_the_window_goes_on():
     on_ranks(2, consolidate_beside_flush)
 
 
+def one_gives_up():
+    """Rank 0 drops a window that rank 1 updates with."""
+    rank = dist.get_rank()
+    p = torch.nn.Parameter(torch.zeros(3))
+    opt = FusedAccumOptimizer(SGD([p], lr=1.0), 1, process_group=dist.group.WORLD)
+
+    def hook(*_):
+        if rank == 0:
+            raise ValueError("rank 0 alone")
+
+    handle, saved = opt.register_step_pre_hook(hook), opt.state_dict()
+    p.sum().backward()
+    try:
+        opt.step()
+    except ValueError:
+        opt.reset()
+    handle.remove()
+    assert p.tolist() == [-float(rank)] * 3
+    p.sum().backward()
+    with pytest.raises(RuntimeError, match=r"rank 0: 1 windows dropped by reset\(\).*rank 1: 0 windows.*load a saved"):
+        opt.step()
+    opt.load_state_dict(saved)
+    p.data.zero_()
+    p.sum().backward()
+    opt.step()
+    return p.tolist()
+
+
+def test_a_window_that_one_rank_drops_and_another_updates_with():
+    assert on_ranks(2, one_gives_up) == [[-1.0] * 3] * 2
+
+
 # Ranks that do not come
 
 
@@ -265,3 +300,36 @@ def outside_of_the_group():
 
 def test_a_rank_outside_of_the_group():
     assert on_ranks(2, outside_of_the_group) == [True, True]
+
+
+def begins_with_other_state():
+    """Rank 1's optimizer was used before it was wrapped."""
+    p = torch.nn.Parameter(torch.ones(3))
+    inner = torch.optim.Adam([p], lr=0.0)
+    if dist.get_rank() == 1:
+        p.grad = torch.ones(3)
+        inner.step()
+        p.grad = None
+    opt = FusedAccumOptimizer(inner, 1, process_group=dist.group.WORLD)
+    p.sum().backward()
+    with pytest.raises(RuntimeError, match="equal optimizer state"):
+        opt.step()
+    return p.tolist()
+
+
+def test_ranks_that_begin_with_other_optimizer_state():
+    assert on_ranks(2, begins_with_other_state) == [[1.0] * 3] * 2
+
+
+def consolidates_for_different_ranks():
+    p = torch.nn.Parameter(torch.ones(3))
+    opt = FusedAccumOptimizer(SGD([p], lr=1.0), 2, process_group=dist.group.WORLD)
+    (p * (1 + dist.get_rank())).sum().backward()
+    opt.step()
+    with pytest.raises(RuntimeError, match=r"rank 0: in consolidate.* with to=0, rank 1: in .* with to=1"):
+        opt.consolidate(to=dist.get_rank())
+    return opt.master_grad(p).tolist()
+
+
+def test_consolidate_for_different_ranks_leaves_the_windows():
+    assert on_ranks(2, consolidates_for_different_ranks) == [[0.5] * 3, [1.0] * 3]

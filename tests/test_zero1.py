@@ -22,7 +22,7 @@ from zero1_runs import (
     wrap,
 )
 
-from fusedaccum import FusedAccumOptimizer
+from fusedaccum import FusedAccumOptimizer, collectives
 
 FP32 = torch.float32
 KINDS = {
@@ -69,6 +69,37 @@ def test_equal_to_unsharded(world, cases):
     """Bit by bit, and every rank holds the same parameters."""
     digests = on_ranks(world, equals_unsharded, cases)
     assert digests == digests[:1] * world
+
+
+def in_a_smaller_group(chunk):
+    """Ranks with other numbers in the group, and sums that are sent in pieces."""
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return None
+    collectives.CHUNK, was = chunk, collectives.CHUNK
+    try:
+        states, results = [], []
+        for shard in ("zero1", None):
+            p = torch.nn.Parameter(torch.zeros(300))
+            optimizer = SGD([p], lr=1.0, momentum=0.5)
+            opt = FusedAccumOptimizer(optimizer, 1, process_group=group, shard=shard, wire_dtype=BF16)
+            for scale in (1.0, 2.0):
+                p.grad = torch.arange(300.0).remainder(16) * scale
+                opt.step()
+            opt.consolidate(to=1)
+            states.append(opt.state_dict()["state"].get(0))
+            results.append(p)
+    finally:
+        collectives.CHUNK = was
+    assert same_bits(results[:1], results[1:])
+    if dist.get_rank() == 2:
+        assert torch.equal(states[0]["momentum_buffer"], states[1]["momentum_buffer"])
+    return digest(results)
+
+
+def test_a_group_of_some_ranks_and_sums_in_pieces():
+    _, first, second = on_ranks(3, in_a_smaller_group, 64)
+    assert first == second
 
 
 # Norm, and what is not finite
