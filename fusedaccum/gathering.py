@@ -79,19 +79,17 @@ def gather(window: Window, params: Sequence[Tensor], to: int | None = None) -> I
     shares = window.zero1.shares(window.buffers)
     unstarted = {id(p) for share in shares for p in window.update.side(share).state.unstarted()}
     mine = [_pieces(window, p, id(p) in unstarted) for p in params]
-    facts = [-1 if to is None else to]
+    facts: list[int] = []
     for pieces, step in mine:
         codes = [FLOAT_DTYPES.index(t.dtype) + 1 if (t := pieces.get(name)) is not None else 0 for name in names]
         facts += [*codes, step is not None, 0 if step is None else as_bits(step)]
     everybody = ranks.all_of("the exchange of what is in the optimizer state", facts)
     width = len(names) + 2
-    if len({told[0] for told in everybody}) > 1:
-        raise RuntimeError(f"{NAME}: consolidate() was given to={[told[0] for told in everybody]}, by rank (-1: None)")
     for i, p in enumerate(params):
-        _check_same(window, p, [told[1 + i * width : 1 + (i + 1) * width] for told in everybody])
+        _check_same(window, p, [told[i * width : (i + 1) * width] for told in everybody])
     for i, (p, (pieces, _)) in enumerate(zip(params, mine, strict=True)):
         cut = window.zero1.cuts[p]
-        told = everybody[cut.pieces[0][0]][1 + i * width : 1 + (i + 1) * width]
+        told = everybody[cut.pieces[0][0]][i * width : (i + 1) * width]
         entries: dict[str, Any] = {}
         if told[-2]:
             entries["step"] = torch.tensor(from_bits(told[-1]), dtype=torch.float32, device="cpu")
