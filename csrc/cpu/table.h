@@ -7,6 +7,7 @@
 #include "rescale.h"
 #include "sgd.h"
 #include "square.h"
+#include "sum.h"
 
 namespace fusedaccum::FUSEDACCUM_ISA {
 
