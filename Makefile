@@ -26,14 +26,14 @@ demo: $(BUILD_STAMP)
 test: $(TOOLS_STAMP)
 	$(PY) -m pytest -ra
 
-# The published numbers come from the last two, which refuse a machine that is not quiet, and not from pytest-benchmark
-# (fusedaccum/benchmark/harness.py says why). BENCH_FLAGS="--quick" only shows that it runs.
+# The published numbers come from python -m bench, which refuses a machine that is not quiet (bench/harness.py says why
+# they do not come from pytest-benchmark). BENCH_FLAGS="--quick" only shows that it runs.
 bench: $(TOOLS_STAMP)
 	mkdir -p $(OUT)/bench
 	$(PY) -m pytest bench/test_fold.py bench/test_step.py bench/test_window.py --benchmark-json=$(OUT)/bench/pytest.json \
 	  --benchmark-columns=min,median,rounds --benchmark-group-by=group $(if $(findstring --quick,$(BENCH_FLAGS)),--quick)
-	$(PY) -m bench.pytest_table $(OUT)/bench/pytest.json
-	$(PY) -m fusedaccum bench --json $(OUT)/bench/bench.json $(BENCH_FLAGS)
+	$(PY) -m bench.report $(OUT)/bench/pytest.json
+	$(PY) -m bench --json $(OUT)/bench/bench.json $(BENCH_FLAGS)
 	$(PY) -m bench.modes --json $(OUT)/bench/modes.json $(if $(findstring --quick,$(BENCH_FLAGS)),--quick)
 
 lint: $(TOOLS_STAMP)

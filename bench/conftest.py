@@ -10,8 +10,8 @@ import functools
 import pytest
 import torch
 
-from fusedaccum.benchmark.cases import KINDS, SHAPE_LISTS, Case
-from fusedaccum.benchmark.harness import Contender, InPlaceAdd, run_once
+from bench.cases import KINDS, SHAPE_LISTS, Case
+from bench.harness import Contender, InPlaceAdd, run_once
 
 ROUNDS = 7
 

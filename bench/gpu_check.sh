@@ -24,7 +24,7 @@ tail_seconds=10 # for the summary, and for what a time limit overruns
 build_limit=80 operators_limit=20 tests_limit=60 graph_limit=20 table_limit=150 sanitizer_limit=30 triton_limit=90
 
 # The tables of operator cases run on a GPU too; the other tests have nothing to do there.
-tests="tests/test_gpu.py tests/test_gpu_modes.py tests/test_fold.py tests/test_fold_several.py tests/test_late.py tests/test_norm.py tests/test_boundary.py tests/test_steps.py tests/test_rounding_bits.py tests/test_op_errors.py tests/test_live.py"
+tests="tests/test_gpu.py tests/test_gpu_modes.py tests/test_fold.py tests/test_norm.py tests/test_boundary.py tests/test_steps.py tests/test_rounding_bits.py tests/test_op_errors.py tests/test_live.py"
 
 choose_python() {
   local candidate

@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import AdamW
 
+from bench import harness
+from bench.cases import BETAS, LR, MICRO_BATCHES, SHAPE_LISTS
+from bench.memory import peak_and_held
 from fusedaccum import FusedAccumOptimizer
-from fusedaccum.benchmark import harness, quiet
-from fusedaccum.benchmark.cases import BETAS, LR, MICRO_BATCHES, SHAPE_LISTS
-from fusedaccum.benchmark.memory import peak_and_held
 
 MODES: dict[str, dict[str, object] | None] = {
     "stock PyTorch": None,
@@ -141,16 +144,16 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", type=Path, help="where the samples go")
     given = parser.parse_args(argv)
     torch.set_num_threads(given.threads)
-    noise, refused = quiet.refusal(given.quick, given.allow_noise)
+    noise, refused = harness.refusal(given.quick, given.allow_noise)
     if refused:
         return 3
     listed = SHAPE_LISTS[given.shapes]
     shapes = listed.quick() if given.quick else listed.shapes()
-    machine = quiet.machine(given.threads, "bench.modes")
-    with quiet.OtherLoad() as load:
+    machine = harness.machine(given.threads, "bench.modes")
+    with harness.OtherLoad() as load:
         lines = measure(shapes, 2 if given.quick else given.rounds, lambda text: print(text, file=sys.stderr))
     machine["share_used_by_others"] = load.share
-    noise += quiet.noise_of(load, given.quick)
+    noise += harness.noise_of(load, given.quick)
     title = listed.title + (" (quick stand-in)" if given.quick else "")
     print(f"{title}, AdamW, {MICRO_BATCHES} micro-batches; bytes per parameter beside the parameters\n")
     print(table(lines))

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from bench.gpu import goals, sections
+from bench import kernels
+from bench.cases import KINDS, Case
+from bench.gpu import clock as clocks
+from bench.gpu import goals, rivals, sections
 from bench.gpu import race as races
 from bench.gpu.__main__ import main
-from bench.gpu.cases import MODELS, RESERVE, fold_bytes, step_bytes
+from bench.gpu.cases import MODELS, RESERVE, fitting, fold_bytes, numel, step_bytes
 from bench.gpu.table import Facts, Row, Work, cells
-from fusedaccum.benchmark import clock as clocks
-from fusedaccum.benchmark import kernels, rivals
-from fusedaccum.benchmark.cases import KINDS, Case, fitting, numel
 
 
 @pytest.fixture(autouse=True)

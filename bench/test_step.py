@@ -6,8 +6,8 @@ import functools
 
 import pytest
 
-from fusedaccum.benchmark import kernels
-from fusedaccum.benchmark.cases import KINDS, Case
+from bench import kernels
+from bench.cases import KINDS, Case
 
 
 @functools.lru_cache(maxsize=1)

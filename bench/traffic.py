@@ -23,9 +23,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.tensor import DTensor
 
+from bench import harness
+from bench.cases import MICRO_BATCHES
 from bench.traffic_setups import SETUPS, make
-from fusedaccum.benchmark import quiet
-from fusedaccum.benchmark.cases import MICRO_BATCHES
 from fusedaccum.demo.comms import Call, Collectives, sent_on_sockets
 
 MODELS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -141,7 +141,7 @@ def main(argv: list[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     lines = measure(given.ranks)
     print(table(lines))
-    machine = quiet.machine(1, "bench.traffic")
+    machine = harness.machine(1, "bench.traffic")
     for key, value in machine.items():
         print(f"{key}: {value}")
     if given.json is not None:

@@ -16,8 +16,8 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 
 import fusedaccum
+from bench.cases import MICRO_BATCHES
 from fusedaccum import FusedAccumOptimizer
-from fusedaccum.benchmark.cases import MICRO_BATCHES
 from fusedaccum.demo.model import GPT
 
 Window = Callable[[], None]

@@ -10,14 +10,15 @@
 #include <string>
 #include <vector>
 
-#include "lists.h"
 #include "tiles.h"
 
 namespace fusedaccum {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+using Tensors = std::vector<Tensor>;
 using OptionalTensor = std::optional<Tensor>;
+using OptionalTensors = std::vector<std::optional<Tensor>>;
 
 constexpr const char* kPlanWayOut = "pass the tensors that the flat buffer was planned with";
 
@@ -52,10 +53,9 @@ struct Place {
   int32_t type, index = -1;
 
   explicit Place(int32_t device_type) : type(device_type) {}
-  explicit Place(const Tensor& t) : Place(t.get()) {}
-  explicit Place(AtenTensorHandle t) {
-    aoti_torch_get_device_type(t, &type);
-    aoti_torch_get_device_index(t, &index);
+  explicit Place(const Tensor& t) {
+    aoti_torch_get_device_type(t.get(), &type);
+    aoti_torch_get_device_index(t.get(), &index);
   }
   bool operator!=(const Place& other) const { return type != other.type || index != other.index; }
   std::string name() const {
@@ -90,28 +90,21 @@ class Check {
   }
 
   // Entry k of a list: as many elements as its segment, float32, bfloat16 or float16, contiguous, on the device.
-  Elements entry(const char* name, int64_t k, AtenTensorHandle t, int64_t numel, bool only_float32 = false) const {
+  Elements entry(const char* name, int64_t k, const Tensor& t, int64_t numel, bool only_float32 = false) const {
     int32_t layout, dtype;
-    int64_t seen;
-    bool contiguous;
-    aoti_torch_get_layout(t, &layout);
-    aoti_torch_get_dtype(t, &dtype);
+    aoti_torch_get_layout(t.get(), &layout);
+    aoti_torch_get_dtype(t.get(), &dtype);
     if (layout != strided_) fail(at(name, k), "be dense", "a sparse tensor", "pass .to_dense()");
     if (dtype != float32_ && (only_float32 || (dtype != bfloat16_ && dtype != float16_)))
       fail(at(name, k), only_float32 ? "be torch.float32" : "be torch.float32, torch.bfloat16 or torch.float16",
-           dtype_name(dtype_of(t)), "convert it first, or leave its parameter out of the flat buffer");
+           dtype_name(t.scalar_type()), "convert it first, or leave its parameter out of the flat buffer");
     if (Place(t) != place_) fail(at(name, k), "be on " + place_.name(), Place(t).name(), move_to(place_));
-    aoti_torch_get_numel(t, &seen);
-    if (seen != numel)
-      fail(at(name, k), text("have ", numel, " elements, as its segment has"), text(seen), kPlanWayOut);
-    aoti_torch_is_contiguous(t, &contiguous);
-    if (!contiguous)
+    if (t.numel() != numel)
+      fail(at(name, k), text("have ", numel, " elements, as its segment has"), text(t.numel()), kPlanWayOut);
+    if (!t.is_contiguous())
       fail(at(name, k), "be contiguous", "a tensor that is not", "pass .contiguous(), or a view in memory order");
-    Elements elements;
-    if (aoti_torch_get_data_ptr(t, &elements.data) != AOTI_TORCH_SUCCESS)
-      fail(at(name, k), "hold data", "a tensor without", "pass a plain tensor");
-    elements.dtype = dtype == float32_ ? DType::kFloat32 : dtype == float16_ ? DType::kFloat16 : DType::kBFloat16;
-    return elements;
+    const DType as = dtype == float32_ ? DType::kFloat32 : dtype == float16_ ? DType::kFloat16 : DType::kBFloat16;
+    return {t.data_ptr(), as};
   }
 
   void length(const char* name, size_t size, int64_t segments) const {
@@ -142,11 +135,6 @@ class Check {
     if (!t.is_contiguous()) fail(name, "be contiguous", "a tensor that is not", "pass .contiguous()");
   }
 
-  static ScalarType dtype_of(AtenTensorHandle t) {
-    AtenTensorHandle own;
-    aoti_torch_new_tensor_handle(t, &own);
-    return Tensor(own).scalar_type();
-  }
   static std::string move_to(Place place) { return text("move it with .to('", place.name(), "')"); }
 
   const char* op_;

@@ -50,63 +50,27 @@ struct CpuCall : Call {
   }
 };
 
-// The gradients of a call's micro-batches, segment by segment. What has a scale of 0 adds nothing and is not looked at:
-// 0 * inf is not 0.
-class Sums {
- public:
-  Sums(const CpuCall& call, const char* name, const OptionalTensors& grads, const Tensor& scale)
-      : batches_(scale.size(0)), sources_(grads.size()), of_(call.plan.count) {
-    const float* scales = data<float>(scale);
-    call.each_gradient(name, grads, [&](int64_t batch, int64_t k, Elements grad) {
-      Of& own = of_[k];
-      if (!own.there) own.start = holds_sum(call.marks[k]) ? Start::kFlat : Start::kNothing;
-      own.there = true;
-      if (scales[batch] != 0)
-        sources_[k * batches_ + own.count++] = {grad, scales[batch]};
-      else if (own.count == 0 && own.start == Start::kNothing)
-        own.start = Start::kZero;
-    });
-  }
-
-  bool has(int64_t k) const { return of_[k].there; }
-  // Whether a gradient of segment k has a scale that is not 0.
-  bool adds(int64_t k) const { return of_[k].count > 0; }
-  Sum operator[](int64_t k) const { return {sources_.data() + k * batches_, of_[k].count, of_[k].start}; }
-
- private:
-  struct Of {
-    int32_t count = 0;
-    Start start = Start::kFlat;
-    bool there = false;
-  };
-  int64_t batches_;
-  std::vector<Source> sources_;  // batches_ for each segment, of which the first `count` are there
-  std::vector<Of> of_;
-};
-
 void fold(Tensor flat, Tensor partials, Tensor marks, const OptionalTensor& live, Tensor segments, Tensor tiles,
           const OptionalTensors& grads, Tensor scale, bool norm) {
   CpuCall call("fold", flat, marks, live, segments, tiles);
-  call.check_fold(partials, tiles, grads, scale);
-  const Sums sums(call, "grads", grads, scale);
+  call.check_fold(partials, tiles, scale);
+  const std::vector<Elements> sources = call.gradients(grads);
   for (int64_t k = 0; k < call.plan.count; ++k)
-    if (sums.has(k)) call.add(k);
+    if (grads[k]) call.add(k);
 
   const Kernels& cpu = kernels();
+  const float factor = *data<float>(scale);
   double* partial = norm ? data<double>(partials) : nullptr;
   const bool stream = call.work.total() >= kStreamFrom && reinterpret_cast<uintptr_t>(call.flat) % 64 == 0;
   call.work.parallel(
       [&](int64_t k, int64_t tile, int64_t count) {
-        cpu.fold({call.flat, sums[k], partial ? partial + tile : nullptr, stream}, call.tiles + tile, count);
+        cpu.fold({call.flat, sources[k], partial ? partial + tile : nullptr, factor, !call.touched(k), stream},
+                 call.tiles + tile, count);
       },
       cpu.fence);
   call.mark_folded(grads, norm);
-  for (int64_t k = 0; call.live && k < call.plan.count; ++k)
-    if (sums.adds(k) && call.numel(k) > 0) call.live[k] = 1;
-}
-
-void check_grads(Tensor flat, Tensor marks, Tensor segments, Tensor tiles, const OptionalTensors& grads) {
-  CpuCall("check_grads", flat, marks, std::nullopt, segments, tiles).gradients(grads);
+  for (int64_t k = 0; call.live && factor != 0 && k < call.plan.count; ++k)
+    if (grads[k] && call.numel(k) > 0) call.live[k] = 1;
 }
 
 void found_inf(Tensor flat, Tensor marks, Tensor segments, Tensor tiles, const OptionalTensors& grads,
@@ -125,21 +89,16 @@ void found_inf(Tensor flat, Tensor marks, Tensor segments, Tensor tiles, const O
   *data<float>(found_inf) = found ? 1.0f : 0.0f;
 }
 
-void square_total(Tensor flat, Tensor partials, Tensor marks, Tensor segments, Tensor tiles,
-                  const OptionalTensors& late, Tensor late_scale, Tensor total) {
+void square_total(Tensor flat, Tensor partials, Tensor marks, Tensor segments, Tensor tiles, Tensor total) {
   CpuCall call("square_total", flat, marks, std::nullopt, segments, tiles);
   call.check_norm(partials, tiles, total);
-  call.check_batches("late", late, "late_scale", late_scale);
-  call.check_late_marks(late, true);
-  const Sums sums(call, "late", late, late_scale);
   for (int64_t k = 0; k < call.plan.count; ++k)
-    if (sums.has(k) || (call.touched(k) && !call.fresh(k))) call.add(k);
+    if (call.touched(k) && !(call.marks[k] & kFresh)) call.add(k);
 
   const Kernels& cpu = kernels();
   double* partial = data<double>(partials);
-  call.work.parallel([&](int64_t k, int64_t tile, int64_t count) {
-    cpu.square(call.flat, sums[k], partial + tile, call.tiles + tile, count);
-  });
+  call.work.parallel(
+      [&](int64_t, int64_t tile, int64_t count) { cpu.square(call.flat, partial + tile, call.tiles + tile, count); });
   double sum = 0;
   for (int64_t k = 0; k < call.plan.count; ++k) {
     if (!call.touched(k)) continue;
@@ -233,77 +192,45 @@ void skip_update(const CpuCall& call, bool zero) {
   call.work.parallel([&](int64_t, int64_t tile, int64_t count) { cpu.zero(call.flat, call.tiles + tile, count); });
 }
 
-// The late gradients of an update, and the partials that it leaves behind.
-struct Late {
-  double* const partials;
-  const Sums sums;
-
-  Late(const CpuCall& call, const OptionalTensors& grads, const Tensor& scale, const OptionalTensor& partials_,
-       const Tensor& tiles)
-      : partials(call.check_late_update(grads, scale, partials_, tiles)), sums(call, "late", grads, scale) {}
-
-  // Where the partials of segment k go from this tile on: nowhere where they are known.
-  double* partial(const CpuCall& call, int64_t k, int64_t tile) const {
-    return partials && (sums.has(k) || !call.fresh(k)) ? partials + tile : nullptr;
-  }
-  void mark(const CpuCall& call) const {
-    if (partials) call.mark_fresh();
-  }
-};
-
 void adam(Tensor flat, Tensor marks, const OptionalTensor& live, Tensor segments, Tensor tiles, Tensor scalars,
           Tensor steps, Tensor groups, Tensor hyper, const Tensors& params, const Tensors& exp_avgs,
           const Tensors& exp_avg_sqs, const Tensors& max_exp_avg_sqs, const Tensors& masters,
-          const OptionalTensors& late, Tensor late_scale, const OptionalTensor& partials, const OptionalTensor& random,
-          bool zero) {
+          const OptionalTensor& random, bool zero) {
   CpuCall call("adam", flat, marks, live, segments, tiles);
   const Update<AdamFactors> update(call, scalars, steps, groups, hyper, kAdamColumns, host::adam_factors);
   const int64_t* noise = call.check_random(random);
   const auto [p, m, v, v_max, master] = call.adam_lists(params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters);
-  const Late added(call, late, late_scale, partials, tiles);
   call.add_counting();
 
-  if (update.skip) {
-    added.mark(call);
-    return skip_update(call, zero);
-  }
+  if (update.skip) return skip_update(call, zero);
   const Kernels& cpu = kernels();
   call.work.parallel([&](int64_t k, int64_t tile, int64_t count) {
     AdamFactors factors = update.factors[update.which[k]];
     factors.amsgrad = factors.amsgrad && v_max[k].data != nullptr;
     const Rounding rounding = call.rounding(noise, k, p[k], master[k]);
-    cpu.adam({call.flat, p[k], m[k], v[k], v_max[k], static_cast<float*>(master[k].data), factors, rounding, zero,
-              added.sums[k], added.partial(call, k, tile)},
+    cpu.adam({call.flat, p[k], m[k], v[k], v_max[k], static_cast<float*>(master[k].data), factors, rounding, zero},
              call.tiles + tile, count);
   });
-  added.mark(call);
 }
 
 void sgd(Tensor flat, Tensor marks, const OptionalTensor& live, Tensor segments, Tensor tiles, Tensor scalars,
          Tensor steps, Tensor groups, Tensor hyper, const Tensors& params, const Tensors& momentum_buffers,
-         const Tensors& masters, const OptionalTensors& late, Tensor late_scale, const OptionalTensor& partials,
-         const OptionalTensor& random, bool zero) {
+         const Tensors& masters, const OptionalTensor& random, bool zero) {
   CpuCall call("sgd", flat, marks, live, segments, tiles);
   const Update<SgdFactors> update(call, scalars, steps, groups, hyper, kSgdColumns, host::sgd_factors);
   const int64_t* noise = call.check_random(random);
   const auto [p, b, master] = call.sgd_lists(params, momentum_buffers, masters);
-  const Late added(call, late, late_scale, partials, tiles);
   call.add_counting();
 
-  if (update.skip) {
-    added.mark(call);
-    return skip_update(call, zero);
-  }
+  if (update.skip) return skip_update(call, zero);
   const Kernels& cpu = kernels();
   call.work.parallel([&](int64_t k, int64_t tile, int64_t count) {
     const SgdFactors& factors = update.factors[update.which[k]];
     const Elements buffer = factors.momentum != 0 ? b[k] : Elements{};
     const Rounding rounding = call.rounding(noise, k, p[k], master[k]);
-    cpu.sgd({call.flat, p[k], buffer, static_cast<float*>(master[k].data), factors, rounding, zero, added.sums[k],
-             added.partial(call, k, tile)},
-            call.tiles + tile, count);
+    cpu.sgd({call.flat, p[k], buffer, static_cast<float*>(master[k].data), factors, rounding, zero}, call.tiles + tile,
+            count);
   });
-  added.mark(call);
 }
 
 }  // namespace

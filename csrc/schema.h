@@ -7,12 +7,10 @@ constexpr const char* kSchemas[] = {
     "fold(Tensor(a!) flat, Tensor(b!) partials, Tensor(c!) marks, Tensor(d!)? live, Tensor segments, Tensor tiles, "
     "Tensor?[] grads, Tensor scale, bool norm) -> ()",
 
-    "check_grads(Tensor flat, Tensor marks, Tensor segments, Tensor tiles, Tensor?[] grads) -> ()",
-
     "found_inf(Tensor flat, Tensor marks, Tensor segments, Tensor tiles, Tensor?[] grads, Tensor(a!) found_inf) -> ()",
 
     "square_total(Tensor flat, Tensor(a!) partials, Tensor(b!) marks, Tensor segments, Tensor tiles, "
-    "Tensor?[] late, Tensor late_scale, Tensor(c!) total) -> ()",
+    "Tensor(c!) total) -> ()",
 
     "close_window(Tensor(a!) scalars, Tensor(b!) steps, Tensor marks, Tensor? live, Tensor total, Tensor divisor, "
     "float max_norm, bool skip_nonfinite) -> ()",
@@ -22,14 +20,15 @@ constexpr const char* kSchemas[] = {
     "emit(Tensor flat, Tensor marks, Tensor? live, Tensor segments, Tensor tiles, Tensor scalars, Tensor(a!)[] grads) "
     "-> ()",
 
-    "adam(Tensor(a!) flat, Tensor(b!) marks, Tensor? live, Tensor segments, Tensor tiles, Tensor scalars, "
-    "Tensor steps, Tensor groups, Tensor hyper, Tensor(c!)[] params, Tensor(d!)[] exp_avgs, Tensor(e!)[] exp_avg_sqs, "
-    "Tensor(f!)[] max_exp_avg_sqs, Tensor(g!)[] masters, Tensor?[] late, Tensor late_scale, Tensor(h!)? partials, "
-    "Tensor? random, bool zero) -> ()",
+    "adam(Tensor(a!) flat, Tensor marks, Tensor? live, Tensor segments, Tensor tiles, Tensor scalars, Tensor steps, "
+    "Tensor groups, "
+    "Tensor hyper, Tensor(b!)[] params, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "
+    "Tensor(e!)[] max_exp_avg_sqs, Tensor(f!)[] masters, Tensor? random, bool zero) -> ()",
 
-    "sgd(Tensor(a!) flat, Tensor(b!) marks, Tensor? live, Tensor segments, Tensor tiles, Tensor scalars, "
-    "Tensor steps, Tensor groups, Tensor hyper, Tensor(c!)[] params, Tensor(d!)[] momentum_buffers, "
-    "Tensor(e!)[] masters, Tensor?[] late, Tensor late_scale, Tensor(f!)? partials, Tensor? random, bool zero) -> ()",
+    "sgd(Tensor(a!) flat, Tensor marks, Tensor? live, Tensor segments, Tensor tiles, Tensor scalars, Tensor steps, "
+    "Tensor groups, "
+    "Tensor hyper, Tensor(b!)[] params, Tensor(c!)[] momentum_buffers, Tensor(d!)[] masters, Tensor? random, "
+    "bool zero) -> ()",
 };
 
 }  // namespace fusedaccum
@@ -37,7 +36,6 @@ constexpr const char* kSchemas[] = {
 // The functions of these names, registered as the operators. The schemas above and this list name them all.
 #define FUSEDACCUM_IMPLEMENT(m)                                 \
   m.impl("fold", TORCH_BOX(&fusedaccum::fold));                 \
-  m.impl("check_grads", TORCH_BOX(&fusedaccum::check_grads));   \
   m.impl("found_inf", TORCH_BOX(&fusedaccum::found_inf));       \
   m.impl("square_total", TORCH_BOX(&fusedaccum::square_total)); \
   m.impl("close_window", TORCH_BOX(&fusedaccum::close_window)); \

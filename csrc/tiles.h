@@ -10,9 +10,8 @@ constexpr int64_t kTotal = 66;   // elements of square_total's `total`: the sum,
 constexpr int64_t kAlign = 64;   // elements; segments start at multiples of it
 
 // Bits of a segment's mark.
-constexpr uint8_t kTouched = 1;  // it has a sum in this window
-constexpr uint8_t kFresh = 2;    // the partials of its tiles are those of that sum
-constexpr uint8_t kVoid = 4;     // beside kTouched: nothing of the sum is in the flat buffer yet
+constexpr uint8_t kTouched = 1;  // it holds the sum of this window
+constexpr uint8_t kFresh = 2;    // the partials of its tiles are those of its present values
 
 struct Segment {
   int64_t offset;  // in the flat buffer
@@ -25,9 +24,6 @@ struct Tile {
   int64_t flat_start;  // in the flat buffer
   int64_t count;
 };
-
-// Whether the flat buffer holds a sum for a segment with this mark, so that a fold adds to it.
-constexpr bool holds_sum(uint8_t mark) { return (mark & (kTouched | kVoid)) == kTouched; }
 
 constexpr int64_t tiles_of(int64_t numel) { return (numel + kTile - 1) / kTile; }
 

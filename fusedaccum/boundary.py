@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fusedaccum import capture, folding, headers, held, reduction, totals
+from fusedaccum import capture, folding, headers, reduction, totals
 from fusedaccum.flat_buffer import FlatBuffer
 from fusedaccum.options import NAME, WEIGHTED
 
 if TYPE_CHECKING:
-    from fusedaccum.hooks import Around
     from fusedaccum.window import Window
 
 
@@ -28,17 +27,18 @@ class Boundary:
     def __init__(self) -> None:
         self.divisor: float | Tensor = 1.0
         self.in_pre_hook = False
-        self._norm_comes_late = False  # the update leaves it behind
         self._counted = False  # in `steps`: the update that is being made
         self._shown = False  # to a pre-hook, which may have edited it
         self._divided_by: float | Tensor | None = None  # by which `show` has divided the sums
 
-    def close(self, window: Window, around: Around, doing: int = headers.FULL) -> None:
+    def close(
+        self, window: Window, pre_hooks: Callable[[], bool], post_hooks: Callable[[], None], doing: int = headers.FULL
+    ) -> None:
         """Update the parameters with what the window holds, and begin the next one.
 
         doing: what other ranks are told: headers.FULL, or FLUSH for a window that may be short.
-        The hooks of `around` are called around the update, and not at all where no gradient came in the window. Where
-        something raises before the update, the window is as it was.
+        pre_hooks and post_hooks are called around the update, and not at all where no gradient came in the window.
+        Where something raises before the update, the window is as it was.
         """
         if self.in_pre_hook:
             raise RuntimeError(
@@ -55,13 +55,11 @@ class Boundary:
             window.norm = 0.0
             window.reset()
             return
-        if around.is_watched() or held.must_settle(window, touched):
-            held.settle(touched)
         may_skip = window.nonfinite.skips_windows or window.only_device_knows
         if may_skip and window.update.name == "wrapped" and self._is_skipped_now(window, touched):
             return
         try:
-            if self._run_pre_hooks(window, around.before, touched):
+            if self._run_pre_hooks(window, pre_hooks, touched):
                 if not window.may_close:  # a hook has called reset() or close()
                     return
                 touched = _touched(window)
@@ -80,7 +78,7 @@ class Boundary:
         try:
             skip = self._set_scalars(window, touched, updated)
             self._counted = True
-            self._update(window, updated)
+            window.update.apply(updated)
             if window.zero1 is not None:
                 window.zero1.send_parameters(window, touched)
             if on_device := window.graphs.captured > 0:
@@ -90,14 +88,7 @@ class Boundary:
         except BaseException as error:
             window.midway = not self._is_as_it_was(window, updated, error)
             raise
-        around.after()
-
-    def _update(self, window: Window, updated: list[FlatBuffer]) -> None:
-        norm_comes_late = self._norm_comes_late
-        window.update.apply(updated, leave_norm=norm_comes_late)
-        if norm_comes_late:
-            total, divisor = totals.total(window, updated), updated[0].divisor
-            window.norm = torch.where(divisor == 0, 0.0, total.sqrt() / divisor).float()[0]
+        post_hooks()
 
     def _is_as_it_was(self, window: Window, updated: list[FlatBuffer], error: BaseException) -> bool:
         """Whether the window can be closed again after `error`: one that was raised before anything was updated.
@@ -151,7 +142,6 @@ class Boundary:
 
     def _take_back(self, window: Window) -> None:
         """Make sums again of what `show` has made means of: the window stays open."""
-        held.settle(window.buffers)
         if self._divided_by is not None and window.may_close:
             window.rescale(self._divided_by)
         self._divided_by = None
@@ -170,8 +160,7 @@ class Boundary:
         """
         first, skips = updated[0], window.nonfinite.skips_windows
         totals.agree_on_live(touched)
-        self._norm_comes_late = any(buffer.held for buffer in updated) and not held.needs_norm(window)
-        total = first.no_total if self._norm_comes_late else totals.total(window, updated)
+        total = totals.total(window, updated)
         max_norm = math.inf if window.options.max_norm is None else float(window.options.max_norm)
         divisor = self.divisor
         if window.only_device_knows:

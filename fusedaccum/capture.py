@@ -112,8 +112,6 @@ class Graphs:
             return "process_group is given, and at its end hosts tell each other of the window; leave it out"
         if any(buffer.spread is not None for buffer in window.buffers):
             return "a parameter is a DTensor, and at a window's end its ranks tell each other of it; step outside of it"
-        if (every := window.options.fold_every) != 1:
-            return f"fold_every={every} holds gradients back, and replays write to the same ones; use fold_every=1"
         if weighted:
             return "item counts are given, which the host reads; leave mean_of and sum_of out"
         if window.options.amp_scaling:

@@ -34,7 +34,7 @@ class Checks:
 
     def check_sound(self: Window) -> None:
         """Refuse to go on with a window that an interrupt has left half-way."""
-        if self.midway or any(buffer.settling for buffer in self.buffers):
+        if self.midway:
             raise RuntimeError(
                 f"{NAME}: an earlier step() or flush() was interrupted half-way, and the window does not hold what it "
                 "counts; reset() drops it (the parameters may hold its update), load_state_dict() after that goes back "

@@ -1,4 +1,4 @@
-"""The command line: python -m fusedaccum info | demo | bench."""
+"""The command line: python -m fusedaccum info | demo."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import torch
 
 import fusedaccum
 from fusedaccum import backends
-from fusedaccum.benchmark import arguments as bench_arguments
 from fusedaccum.demo import HEAD_SIZE, Settings, run_demo
 
 DESCRIPTION = "FP32 sums of micro-batch gradients, and one fused update per window."
@@ -41,13 +40,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit code. Wrong usage, --help and --version raise argparse's SystemExit."""
     options = build_parser().parse_args(arguments)
     try:
-        return options.run(options) or 0
+        options.run(options)
     except (ImportError, OSError, RuntimeError) as error:
         print(f"fusedaccum: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\nfusedaccum: interrupted", file=sys.stderr)
         return 1
+    return 0
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -81,12 +81,6 @@ def build_parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--out", type=Path, default=Path("out"), metavar="DIR", help="where demo.png and demo.json go (default out)"
     )
-
-    text = "Time fold, step and window against their rivals; compare two such runs."
-    about = {"description": bench_arguments.DESCRIPTION, "epilog": bench_arguments.EXAMPLES}
-    bench = commands.add_parser("bench", help=text, formatter_class=raw, **about)
-    bench.set_defaults(run=start_bench)
-    bench_arguments.add_arguments(bench)
     return parser
 
 
@@ -105,12 +99,6 @@ def integer(smallest: int, multiple_of: int = 1) -> Callable[[str], int]:
 def start_demo(options: argparse.Namespace) -> None:
     names = ("updates", "steps", "rows", "layers", "width", "seed", "backend")
     run_demo(Settings(**{name: getattr(options, name) for name in names}), options.out, sys.stdout)
-
-
-def start_bench(options: argparse.Namespace) -> int:
-    from fusedaccum.benchmark.main import start  # the profiler and the compiler that it imports take their time
-
-    return start(options)
 
 
 def show_info(options: argparse.Namespace) -> None:

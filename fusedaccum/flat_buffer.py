@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Sequence, Set
+from dataclasses import dataclass
 from functools import cached_property
 from operator import is_
 from types import ModuleType
@@ -13,11 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fusedaccum.adding import Adding, Held
 from fusedaccum.local import local
 from fusedaccum.memory_order import dense_stride, densified, in_memory_order
 from fusedaccum.ops import ALIGN, TILE, TOTAL, TOUCHED
-from fusedaccum.tables import Part, layout, to_device
 
 if TYPE_CHECKING:
     from fusedaccum.spread import Spread
@@ -25,12 +24,54 @@ if TYPE_CHECKING:
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+def layout(numels: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor, int]:
+    """Place segments of `numels` elements one after another, each start on a multiple of ALIGN elements.
+
+    Returns (segments int64[n, 2] on the CPU, tiles int64[T, 4] on `device`, elements of the flat buffer); the columns
+    are those of `fusedaccum.ops`.
+    """
+    numel = torch.tensor(list(numels), dtype=torch.int64, device="cpu")
+    padded = (numel + ALIGN - 1) // ALIGN * ALIGN
+    offset = padded.cumsum(0) - padded
+    tile_count = (numel + TILE - 1) // TILE
+    segment = torch.repeat_interleave(torch.arange(len(numel), device="cpu"), tile_count)
+    first_tile = tile_count.cumsum(0) - tile_count
+    start = (torch.arange(len(segment), device="cpu") - first_tile[segment]) * TILE
+    count = torch.clamp(numel[segment] - start, max=TILE)
+    tiles = torch.stack((segment, start, offset[segment] + start, count), 1)
+    return torch.stack((offset, numel), 1), to_device(tiles, device), int(padded.sum())
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A run of neighbouring segments, with tables of its own: what is folded alone costs no look at the others.
+
+    first, last: segments first to last - 1. tiles: theirs, which number segments from `first`. partials, marks: theirs.
+    """
+
+    first: int
+    last: int
+    segments: Tensor
+    tiles: Tensor
+    partials: Tensor
+    marks: Tensor
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy of a CPU tensor on `device` that nothing waits for: on CUDA only a copy from pinned memory is that."""
+    if device.type == "cpu":
+        return tensor
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()  # torch keeps the pinned memory until the copy is over
+    return tensor.to(device, non_blocking=True)
+
+
 def _among(segments: Set[int], here: range, count: int) -> Set[int]:
     """Those of `segments`, out of `count`, that are `here`, without a look at the others."""
     return segments if len(here) == count or not segments else segments & set(here)
 
 
-class FlatBuffer(Adding):
+class FlatBuffer:
     """The master gradients of all parameters on one device.
 
     params: n parameters, float32, bfloat16, float16 or complex64 (a pair of float32), in the order of their segments.
@@ -63,24 +104,19 @@ class FlatBuffer(Adding):
         self.sparse: set[int] = set()
         self.numels = [p.numel() * (2 if p.is_complex() else 1) for p in memory]
         self.segments, self.tiles, size = layout(self.numels, device)
-        self._flat = self.allocate(-(-size // (ALIGN * shares)) * ALIGN * shares)
-        self._partials = torch.zeros(len(self.tiles), dtype=torch.float64, device=device)
-        self._marks = torch.zeros(len(params), dtype=torch.uint8, device="cpu")
+        self.flat = self.allocate(-(-size // (ALIGN * shares)) * ALIGN * shares)
+        self.partials = torch.zeros(len(self.tiles), dtype=torch.float64, device=device)
+        self.marks = torch.zeros(len(params), dtype=torch.uint8, device="cpu")
         self._parts: dict[int, list[Part]] = {}
-        self.whole = Part(0, len(params), self.segments, self.tiles, self._partials, self._marks)
-        self.held = Held()
-        self.settling = False  # an interrupt may come just then
+        self.whole = Part(0, len(params), self.segments, self.tiles, self.partials, self.marks)
         # Which segments hold more than the zeros of skipped folds: None where every fold counts.
-        self._live: Tensor | None = None
+        self.live: Tensor | None = None
         self.steps = torch.zeros(len(params), dtype=torch.float32, device=device)
         self.total = torch.zeros(TOTAL, dtype=torch.float64, device=device)
-        self.no_total = torch.zeros(1, dtype=torch.float64, device=device)
         self.divisor = torch.ones(1, dtype=torch.float64, device=device)
         self.scalars = torch.zeros(3, dtype=torch.float32, device=device)
         self._scale = torch.ones(1, dtype=torch.float32, device=device)
-        self._several: dict[tuple[float | Tensor, ...], Tensor] = {}
         self.scale_value = 1.0
-        self.no_scale = torch.zeros(0, dtype=torch.float32, device=device)  # of late gradients, where there are none
         self._scale_in_graph = False
         self._divisor_value: float | None = 1.0
         self._views: weakref.WeakSet[Tensor] = weakref.WeakSet()
@@ -193,8 +229,8 @@ class FlatBuffer(Adding):
     def _part(self, first: int, last: int, first_tile: int, last_tile: int) -> Part:
         tiles = self.tiles[first_tile:last_tile].clone()
         tiles[:, 0] -= first
-        partials = self._partials[first_tile:last_tile]
-        return Part(first, last, self.segments[first:last], tiles, partials, self._marks[first:last])
+        partials = self.partials[first_tile:last_tile]
+        return Part(first, last, self.segments[first:last], tiles, partials, self.marks[first:last])
 
     def readable(self, grads: list[Tensor | None], first: int = 0) -> list[Tensor | None]:
         """`grads`, those of segment `first` and the next ones, with sparse ones made dense, and those of special
@@ -210,19 +246,64 @@ class FlatBuffer(Adding):
                 grads[k - first] = in_memory_order(grad, self.strides[k])
         return grads
 
+    def _here(self, value: Tensor) -> Tensor:
+        """`value` on this device, without a wait for a copy from the CPU."""
+        value = value.detach()
+        return to_device(value, self.device) if value.device.type == "cpu" else value.to(self.device)
+
+    def _scalar(self, value: float | Tensor) -> Tensor:
+        """`value`, a number or a tensor of one element anywhere, as float32[1] on this device."""
+        if isinstance(value, Tensor):
+            return self._here(value).to(torch.float32).reshape(1)
+        return torch.full((1,), value, dtype=torch.float32, device=self.device)
+
+    def fold(self, grads: list[Tensor | None], scale: float | Tensor, norm: bool, part: Part | None = None) -> None:
+        """Fold one micro-batch, or what came of it in one part. grads: an entry for each of its segments.
+
+        scale: a number, or a tensor of one element on any device.
+        """
+        if isinstance(scale, Tensor):
+            factor = self._scalar(scale)
+        else:
+            if scale != self.scale_value:
+                self._set_scale(scale)
+            factor = self._scale
+        part = part or self.whole
+        self.backend.fold(
+            self.flat,
+            part.partials,
+            part.marks,
+            None if self.live is None else self.live[part.first : part.last],
+            part.segments,
+            part.tiles,
+            self.readable(grads, part.first),
+            factor,
+            norm,
+        )
+        self.touched = self.touched or any(g is not None for g in grads)
+
+    def _set_scale(self, value: float) -> None:
+        if self._scale_in_graph:  # a CUDA graph reads the old value at every replay
+            self._scale = self._scalar(value)
+            self._scale_in_graph = False
+        else:
+            self._scale.fill_(value)
+        self.scale_value = value
+
+    def scale_in_graph(self) -> Tensor:
+        """The scale as a CUDA graph reads it: from now on it is not written."""
+        self._scale_in_graph = True
+        return self._scale
+
     def found_inf(self, grads: list[Tensor | None]) -> Tensor:
         """1.0 where an element of a gradient is not finite, else 0.0: float32[1] on this device, new for each call."""
         found = torch.empty(1, dtype=torch.float32, device=self.device)
-        self.backend.found_inf(self._flat, self._marks, self.segments, self.tiles, self.readable(list(grads)), found)
+        self.backend.found_inf(self.flat, self.marks, self.segments, self.tiles, self.readable(list(grads)), found)
         return found
 
     def square_total(self) -> Tensor:
-        """The sum of squares of what this window holds, held back or not: float64[1] on this device, reused by the
-        next call.
-        """
-        self.backend.square_total(
-            self._flat, self._partials, self._marks, self.segments, self.tiles, *self.late(), self.total
-        )
+        """The sum of squares of what this window holds: float64[1] on this device, reused by the next call."""
+        self.backend.square_total(self.flat, self.partials, self.marks, self.segments, self.tiles, self.total)
         return self.total[:1]
 
     def close_window(
@@ -236,7 +317,7 @@ class FlatBuffer(Adding):
             self.divisor.fill_(divisor)
             self._divisor_value = divisor
         self.backend.close_window(
-            self.scalars, self.steps, self._marks, self._live, total, self.divisor, max_norm, skip_nonfinite
+            self.scalars, self.steps, self.marks, self.live, total, self.divisor, max_norm, skip_nonfinite
         )
 
     def rescale(self, factor: float | Tensor) -> None:
@@ -246,24 +327,24 @@ class FlatBuffer(Adding):
     def padding(self) -> list[Tensor]:
         """Views of the elements between segments, and behind the last."""
         ends = (self.segments[:, 0] + self.segments[:, 1]).tolist()
-        starts = [*self.segments[1:, 0].tolist(), self._flat.numel()]
-        return [self._flat[end:start] for end, start in zip(ends, starts, strict=True) if end < start]
+        starts = [*self.segments[1:, 0].tolist(), self.flat.numel()]
+        return [self.flat[end:start] for end, start in zip(ends, starts, strict=True) if end < start]
 
     def stale_norm(self) -> None:
         """Forget the partial sums: somebody may have written to the segments."""
-        self._marks.bitwise_and_(TOUCHED)
+        self.marks.bitwise_and_(TOUCHED)
 
     def touched_segments(self) -> list[int]:
         """Indices of the segments that hold a sum of this window."""
-        return [k for k, mark in enumerate(self._marks.tolist()) if mark & TOUCHED]
+        return [k for k, mark in enumerate(self.marks.tolist()) if mark & TOUCHED]
 
     def put(self, k: int, values: Tensor) -> None:
         """Make `values` (the parameter's shape) the sum of segment k."""
         self.view(k).copy_(values)
         self.marks[k] = TOUCHED
         self.touched = True
-        if self._live is not None:
-            self._live[k] = 1
+        if self.live is not None:
+            self.live[k] = 1
 
     def zero_untouched(self, part: Part | None = None) -> None:
         """Zero what earlier windows have left in segments that this one has not touched, in all or in one part."""
@@ -271,17 +352,17 @@ class FlatBuffer(Adding):
         for k in range(part.first, part.last):
             if not self.is_touched(k):
                 offset, numel = self.segments[k].tolist()
-                self._flat[offset : offset + numel].zero_()
+                self.flat[offset : offset + numel].zero_()
 
     def keep_live(self) -> None:
         """Have the device note which segments were folded into: what it skips, the host does not know."""
-        if self._live is None:
-            touched = (self._marks & TOUCHED).mul_((self.segments[:, 1] > 0).to(torch.uint8))
-            self._live = to_device(touched, self.device)
+        if self.live is None:
+            touched = (self.marks & TOUCHED).mul_((self.segments[:, 1] > 0).to(torch.uint8))
+            self.live = to_device(touched, self.device)
 
     def uncount(self) -> None:
         """Take back what `close_window` has counted in `steps`: the update was refused."""
-        counted = to_device(self._marks & TOUCHED, self.device) if self._live is None else self._live
+        counted = to_device(self.marks & TOUCHED, self.device) if self.live is None else self.live
         self.steps.sub_(counted.to(torch.float32) * (1 - self.scalars[1]))
 
     def holds_sum(self, k: int) -> bool:
@@ -290,20 +371,19 @@ class FlatBuffer(Adding):
 
     def is_touched(self, k: int) -> bool:
         """Whether segment k holds a sum of this window."""
-        return bool(self._marks[k] & TOUCHED)
+        return bool(self.marks[k] & TOUCHED)
 
     def clear(self) -> None:
         """Make every segment untouched, which costs no bytes. Views that were handed out and live read as zero."""
         self.has_leftovers = self.has_leftovers or (self.touched and not self.was_zeroed)
         if self.keeps_zero and self.has_leftovers:
-            self._flat.zero_()
+            self.flat.zero_()
             self.has_leftovers = False
         elif not self.was_zeroed:
             for view in list(self._views):
                 view.zero_()
         self.was_zeroed = False
-        if self._live is not None:
-            self._live.zero_()
-        self._marks.zero_()
-        self.held.clear()
-        self.touched = self.settling = False
+        if self.live is not None:
+            self.live.zero_()
+        self.marks.zero_()
+        self.touched = False

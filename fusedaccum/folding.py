@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from fusedaccum import backends, held
+from fusedaccum import backends
 from fusedaccum.flat_buffer import FLOAT_DTYPES, FlatBuffer
 from fusedaccum.local import is_distributed, like, local
 from fusedaccum.notices import warn
@@ -17,7 +17,6 @@ from fusedaccum.options import NAME, is_plain, parameters
 from fusedaccum.spread import Spread, key_of
 
 if TYPE_CHECKING:
-    from fusedaccum.micro import Micro
     from fusedaccum.window import Window
 
 # What gradients nearly always are; other classes are looked at more closely.
@@ -78,22 +77,29 @@ def carry(old: list[FlatBuffer], new: list[FlatBuffer]) -> None:
         )
 
 
-def fold(window: Window, micro: Micro, found_inf: Tensor | None = None) -> Tensor | None:
-    """Fold every `p.grad`, or hold it back, and set it to None. Raises before anything is changed.
+def fold(
+    window: Window,
+    scale: float | Tensor,
+    norm: bool,
+    found_inf: Tensor | None = None,
+    items: float | Tensor | None = None,
+) -> Tensor | None:
+    """Fold every `p.grad` and set it to None. Raises before anything is changed.
 
-    found_inf: a tensor of one element; where it is not 0 nothing is folded. Returns 1 or 0, whether the gradients were
-    folded, where only the device knows.
+    scale: a number or a tensor of one element. norm: leave the partial sums of the norm behind. found_inf: a tensor of
+    one element; where it is not 0 nothing is folded. items: of the micro-batch. Returns 1 or 0, whether the gradients
+    were folded, where only the device knows.
     """
     moved = follow(window, thorough=False)
     # After a move a gradient may be of another shape; on a second device it must be refused before the first is folded.
     if moved or len(window.buffers) > 1:
         repair(window)
     try:
-        kept = _fold_all(window, micro, found_inf)
+        kept = _fold_all(window, scale, norm, found_inf, items)
     except RuntimeError:
         if not repair(window):
             raise
-        kept = _fold_all(window, micro, found_inf)
+        kept = _fold_all(window, scale, norm, found_inf, items)
     discard(window.params)
     return kept
 
@@ -124,42 +130,23 @@ def times(kept: Tensor, value: float | Tensor) -> Tensor:
     return kept * value
 
 
-def _fold_all(window: Window, micro: Micro, found_inf: Tensor | None) -> Tensor | None:
+def _fold_all(
+    window: Window, scale: float | Tensor, norm: bool, found_inf: Tensor | None, items: float | Tensor | None
+) -> Tensor | None:
     grads = [_gradients(window, buffer) for buffer in window.buffers]
     if not all(PLAIN.issuperset(map(type, given)) for given in grads):
         _check_subclasses(window)
-    wait = held.waits(window, micro, grads)
-    owned = [held.owned_alone(given) for given in grads] if wait == held.UNTIL_FOLDED else None
-    if wait or micro.before != 1.0:
-        grads = [buffer.check_grads(given) for buffer, given in zip(window.buffers, grads, strict=True)]
-    kept = window.nonfinite.look(window, grads, found_inf, micro.items)
-    scale = micro.scale if kept is None else times(kept, micro.scale)
+    kept = window.nonfinite.look(window, grads, found_inf, items)
+    if kept is not None:
+        scale = times(kept, scale)
     window.midway = True
-    if micro.before != 1.0:
-        window.rescale(micro.before)
     for i, (buffer, given) in enumerate(zip(window.buffers, grads, strict=True)):
         try:
-            if not wait:
-                buffer.fold(given, scale, micro.norm)
-                continue
-            if owned is not None:
-                given = _fold_shared(buffer, given, owned[i], scale)
+            buffer.fold(given, scale, norm)
         except REFUSALS:
             window.midway = i > 0
             raise
-        buffer.hold_back(given, scale)
     return kept
-
-
-def _fold_shared(
-    buffer: FlatBuffer, grads: list[Tensor | None], owned: list[bool], scale: float | Tensor
-) -> list[Tensor | None]:
-    """Fold what of `grads` is not `owned` by the window alone; returns the others."""
-    shared = [None if mine else g for g, mine in zip(grads, owned, strict=True)]
-    if all(g is None for g in shared):
-        return grads
-    buffer.fold(shared, scale, norm=False, rest=False)
-    return [g if mine else None for g, mine in zip(grads, owned, strict=True)]
 
 
 def _gradients(window: Window, buffer: FlatBuffer) -> list[Tensor | None]:

@@ -127,7 +127,7 @@ def said(window: Window) -> str:
 
     How gradients are folded is each rank's own affair.
     """
-    own = ("process_group", "fold", "fold_every")
+    own = ("process_group", "fold")
     options = [f"{name}={value}" for name, value in vars(window.options).items() if name not in own]
     groups = [
         {key: plain for key, value in group.items() if (plain := _plain(value)) is not None}

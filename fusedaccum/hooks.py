@@ -54,25 +54,6 @@ def after_update(wrapper: FusedAccumOptimizer) -> None:
         hook(owner, (owner,), {})
 
 
-class Around:
-    """The hooks of one wrapper, as the boundary calls them."""
-
-    def __init__(self, wrapper: FusedAccumOptimizer) -> None:
-        self._wrapper = wrapper
-
-    def is_watched(self) -> bool:
-        """Whether there are pre-hooks, which may look at what the update is to be made with."""
-        return bool(_hooks(self._wrapper, "_optimizer_step_pre_hooks", torch_optimizer._global_optimizer_pre_hooks))
-
-    def before(self) -> bool:
-        """See `before_update`."""
-        return before_update(self._wrapper)
-
-    def after(self) -> None:
-        """See `after_update`."""
-        after_update(self._wrapper)
-
-
 def _hooks(wrapper: FusedAccumOptimizer, name: str, everywhere: dict[int, Any]) -> list[tuple[Any, Any]]:
     """(hook, optimizer that it was registered on). In the wrapped update the inner `step()` fires the inner ones."""
     mine = [(hook, wrapper) for hook in getattr(wrapper, name).values()]

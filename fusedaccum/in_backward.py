@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from fusedaccum import capture, folding, held, modes
-from fusedaccum.flat_buffer import FlatBuffer
+from fusedaccum import capture, folding, modes
+from fusedaccum.flat_buffer import FlatBuffer, Part
 from fusedaccum.hooks import ParameterHooks
 from fusedaccum.local import like, local
 from fusedaccum.micro import begin
 from fusedaccum.options import NAME, WEIGHTED
 from fusedaccum.passes import Passes, is_compiled
 from fusedaccum.streams import Streams
-from fusedaccum.tables import Part
 
 if TYPE_CHECKING:
     from fusedaccum.window import Window
@@ -57,7 +56,6 @@ class InBackward:
         self._folded = False  # something of the passes that are under way
         self._first = False  # whether they are the first ones of a micro-batch
         self._largest = 0  # bytes, of a gradient whose size is not known yet
-        self.waits = False  # whether the micro-batch that is under way is held back, see `held`
         self._before: Slot | None = None  # of the gradient that came last
         self._streams = Streams()
 
@@ -101,7 +99,7 @@ class InBackward:
     def arrive(self, window: Window, p: Tensor) -> None:
         """A hook: the gradient of `p` has been accumulated."""
         with self._lock:
-            if p.grad is None or window.closed:  # by a hook before this one
+            if (grad := p.grad) is None or window.closed:  # by a hook before this one
                 return
             if not self.passes.is_known:
                 if is_compiled():  # nobody says when it is over: these gradients wait for step()
@@ -117,7 +115,7 @@ class InBackward:
                 return
             if self.left is not None and self.left is not p:
                 self._take(window, self.left)
-            size = _bytes(p.grad)
+            size = _bytes(grad)
             if self._before is not None:
                 self._before.next_size = size
             self._before = slot
@@ -161,39 +159,20 @@ class InBackward:
         window.consolidated = False  # what is folded from now on is of this rank alone
         self.backwards = 0
         self._first = True
-        self.waits = held.waits(window, micro, []) == held.UNTIL_FOLDED
         return True
 
     def _take(self, window: Window, p: Tensor) -> None:
         """Put the gradient of `p` into the bucket."""
         self.left = None
-        if p.grad is None or (slot := self._slots.get(id(p))) is None:  # by a hook behind ours
+        if (grad := p.grad) is None or (slot := self._slots.get(id(p))) is None:  # by a hook behind ours
             return
         if slot.grad is not None:
             self._fold(window)
-        if self.waits and self._hold_back(window, p, slot):
-            return
-        slot.grad = grad = folding.of_this_rank(window, p, p.grad)
+        slot.grad = grad = folding.of_this_rank(window, p, grad)
         self._bucket.append((p, slot))
         self._held += _bytes(grad)
         self._streams.note(p, grad)
         p.grad = None
-
-    def _hold_back(self, window: Window, p: Tensor, slot: Slot) -> bool:
-        """Keep the gradient of `p` for a later micro-batch; returns whether nobody else can write to it."""
-        given = [p.grad]
-        if not held.owned_alone(given)[0]:
-            return False
-        self._streams.note(p, given[0])
-        self._streams.join([p])
-        with modes.no_grad():
-            k = slot.part.first + slot.index
-            (grad,) = slot.buffer.readable([folding.acceptable(window, slot.buffer, p, given[0])], k)
-            window.midway = True
-            slot.buffer.hold_one(k, grad, window.begun.scale)
-            p.grad, self._folded = None, True
-            window.midway = False
-        return True
 
     def _fold(self, window: Window) -> None:
         """Fold what is in the bucket, with one call for each part of a buffer that it belongs to."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusedaccum import capture, folding, modes
-from fusedaccum.flat_buffer import FlatBuffer
+from fusedaccum.flat_buffer import FlatBuffer, Part
 from fusedaccum.hooks import ParameterHooks
 from fusedaccum.local import like, local
 from fusedaccum.notices import warn
@@ -19,7 +19,6 @@ from fusedaccum.ops import TOUCHED
 from fusedaccum.options import NAME, parameters
 from fusedaccum.passes import Passes, is_compiled
 from fusedaccum.streams import Streams
-from fusedaccum.tables import Part
 
 if TYPE_CHECKING:
     from fusedaccum.window import Window

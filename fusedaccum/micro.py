@@ -21,8 +21,7 @@ class Micro:
 
     length: of its window. scale: what its gradients are multiplied by, a number or a tensor of one element. items: that
     it counts, likewise, or None. weighted: whether its window counts items. norm: whether its fold leaves the norm
-    behind, as the window's last one does unless ranks reduce it after that. before: what the sums are multiplied by
-    before its gradients come to them.
+    behind, as the window's last one does unless ranks reduce it after that.
     """
 
     length: int
@@ -30,7 +29,6 @@ class Micro:
     items: float | Tensor | None
     weighted: bool
     norm: bool
-    before: float = 1.0
 
     @property
     def is_empty(self) -> bool:
@@ -65,8 +63,9 @@ class Micro:
             return self
         if isinstance(sum_of, Tensor):
             window.keep_live()
-        before = 1.0 if self.weighted else 1.0 / self.scale
-        return replace(self, scale=1.0, items=sum_of, weighted=True, before=before)
+        if not self.weighted and self.scale != 1.0:
+            window.rescale(1.0 / self.scale)
+        return replace(self, scale=1.0, items=sum_of, weighted=True)
 
 
 def begin(

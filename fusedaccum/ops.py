@@ -12,10 +12,8 @@ contiguous and on `flat`'s device, but for `segments` and `marks`, which are fac
     segments   int64[n, 2]    on the CPU: (offset in `flat`, numel) of each segment. numel may be 0.
     tiles      int64[T, 4]    (segment, start in the segment, start in `flat`, count) of each tile, in order; count is
                               TILE but for a segment's last tile. A segment of 0 elements has no tile.
-    marks      uint8[n]       on the CPU, per segment: TOUCHED (it has a sum in this window) | FRESH (the partials of
-                              its tiles are those of that sum) | VOID (beside TOUCHED: nothing of the sum is stored
-                              yet, and `flat` holds anything: the caller holds the gradients back). Only `check_grads`,
-                              `fold`, `found_inf`, `square_total`, `close_window`, `adam` and `sgd` may see VOID.
+    marks      uint8[n]       on the CPU, per segment: TOUCHED (it holds the sum of this window) | FRESH (the partials
+                              of its tiles are those of its present values).
     live       uint8[n]       1 where a fold of this window had a gradient for the segment and a scale that was not 0,
                               which only the device knows; or None, where every touched segment counts. Segments of 0
                               elements are never live. A segment that is TOUCHED and not live holds zeros, and is left
@@ -29,19 +27,10 @@ contiguous and on `flat`'s device, but for `segments` and `marks`, which are fac
     random     int64[n + 2]   what random numbers are made of: the seed (at least 0), the number of the update, and the
                               stream of each segment; or None, to round to nearest. See below.
 
-    late       K * n entries  gradients that the update adds by itself, the n of one micro-batch after the n of the one
-                              before, as `fold` takes them; or an empty list, where there are none. See below.
-    late_scale float32[K]     as `fold` takes it; float32[0] where `late` is empty.
-
-Other lists of tensors have n entries. Where an entry does not apply (a segment that is not touched, a parameter without
-a master, a group without momentum) it is a tensor of 0 elements; a list none of whose entries apply may be empty.
+Lists of tensors have n entries. Where an entry does not apply (a segment that is not touched, a parameter without a
+master, a group without momentum) it is a tensor of 0 elements; a list none of whose entries apply may be empty.
 Listed tensors are read and written in memory order: they are contiguous, dtype float32, bfloat16 or float16 (masters:
 float32) and have as many elements as the segment. Nothing is written before all arguments have been checked.
-
-Where a segment has late gradients, its sum is what `fold` would make of them, with the same bits. It is used, and not
-stored: `flat` and the marks TOUCHED and VOID stay as they are. A late gradient needs a segment that is TOUCHED, and one
-that is VOID needs a late gradient (or, for its norm alone, to be FRESH); anything else is an error. A backend may
-refuse late gradients of more than 16 micro-batches, which are to be folded first.
 
 An element is read once, computed on in float32 and written once, rounded to nearest even. Wherever a product is added,
 it is a fused multiply-add. Segments that are not TOUCHED are neither read nor written by anything but `fold`.
@@ -67,7 +56,6 @@ TOTAL = 66
 
 TOUCHED = 1
 FRESH = 2
-VOID = 4
 
 ADAM_COLUMNS = ("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled", "amsgrad", "maximize")
 SGD_COLUMNS = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
@@ -88,30 +76,20 @@ class Backend(Protocol):
         scale: Tensor,
         norm: bool,
     ) -> None:
-        """Add K micro-batches in one pass, K = len(scale) >= 1, with the bits of K calls with one micro-batch each.
+        """Add one micro-batch: flat = fma(scale, grad, flat), and flat = scale * grad on a segment's first touch.
 
-        For each micro-batch in turn flat = fma(scale, grad, flat), and flat = scale * grad on a segment's first touch
-        (it is not TOUCHED, or VOID). The sums in between are not stored: `flat` is read at most once and written once.
-
-        grads: K * n entries, the n of one micro-batch after the n of the one before; None where a micro-batch left no
-            gradient, and a segment without any is left alone. A mix of float32, bfloat16 and float16, also for one
-            segment. Any address that fits the dtype; contiguous.
-        scale: float32[K], on `flat`'s device. Where one is 0 the contribution is exactly 0, whatever the gradients
-            hold (a first touch with nothing but zeros stores +0.0).
+        grads: n entries; None where the micro-batch left no gradient, and that segment is left alone. A mix of float32,
+            bfloat16 and float16. Any address that fits the dtype; contiguous.
+        scale: float32[1], on `flat`'s device. Where it is 0 the contribution is exactly 0, whatever the gradients
+            hold (a first touch stores +0.0).
         norm: leave `partials` of the folded tiles behind and set FRESH; without it FRESH is cleared.
 
-        Mutates flat, partials, marks (TOUCHED is set and VOID cleared for every segment with a gradient, those of 0
-        elements too), live (1 for every segment with a gradient whose scale is not 0).
+        Mutates flat, partials, marks (TOUCHED is set for every segment with a gradient, those of 0 elements too), live
+        (1 for every segment with a gradient, where scale is not 0).
 
         Raises RuntimeError naming the index, the rule and the value seen: a gradient of another numel, dtype or device,
         or not contiguous. Nothing is written then.
         """
-        ...
-
-    def check_grads(
-        self, flat: Tensor, marks: Tensor, segments: Tensor, tiles: Tensor, grads: Sequence[Tensor | None]
-    ) -> None:
-        """Raise what `fold` would raise for these gradients of one micro-batch. grads: n entries. Mutates nothing."""
         ...
 
     def found_inf(
@@ -131,20 +109,11 @@ class Backend(Protocol):
         ...
 
     def square_total(
-        self,
-        flat: Tensor,
-        partials: Tensor,
-        marks: Tensor,
-        segments: Tensor,
-        tiles: Tensor,
-        late: Sequence[Tensor | None],
-        late_scale: Tensor,
-        total: Tensor,
+        self, flat: Tensor, partials: Tensor, marks: Tensor, segments: Tensor, tiles: Tensor, total: Tensor
     ) -> None:
         """total[0] = the sum of squares of all touched segments, in float64, added in an order that never changes.
 
-        Tiles of segments that are TOUCHED but not FRESH are read again first and become FRESH, and so do those of
-        segments with late gradients, FRESH or not: their partials are then those of the sums with them.
+        Tiles of segments that are TOUCHED but not FRESH are read again first and become FRESH.
 
         total: float64[TOTAL]; what comes after total[0] is the operator's workspace: zeros when a tensor is first
             given, and left alone by everybody else. Mutates partials, marks, total.
@@ -213,16 +182,12 @@ class Backend(Protocol):
         exp_avg_sqs: Sequence[Tensor],
         max_exp_avg_sqs: Sequence[Tensor],
         masters: Sequence[Tensor],
-        late: Sequence[Tensor | None],
-        late_scale: Tensor,
-        partials: Tensor | None,
         random: Tensor | None,
         zero: bool,
     ) -> None:
         """Adam and AdamW (torch.optim.Adam; `decoupled` = 1 for AdamW) on every touched segment.
 
-        With g = sum * multiplier, negated where `maximize`, the sum being `flat`, or what late gradients make of it;
-        p = the master where there is one, else the parameter:
+        With g = flat * multiplier, negated where `maximize`; p = the master where there is one, else the parameter:
 
             p      = p - lr * weight_decay * p          where decoupled,    g = g + weight_decay * p    elsewhere
             m      = m + (1 - beta1) * (g - m)
@@ -236,16 +201,10 @@ class Backend(Protocol):
         A weight decay of 0 is left out (p may be infinite), and so is v_max where the segment has none.
         The master takes the new p, the parameter its rounding. A moment may have another dtype than the parameter; an
         update of p uses the moments before they are rounded to their dtype.
-        partials: where given, the sums of squares of the touched segments' sums, without the multiplier, are left
-            behind as `square_total` would leave them, and FRESH is set: `square_total` then only adds them up.
         zero: store +0.0 to flat in the same pass (on every touched segment, skipped windows too).
-        Where skip is set, nothing but that zeroing is written; FRESH is set all the same, as the host does not know of
-        a skip, and partials then hold anything.
+        Where skip is set, nothing but that zeroing is written.
 
-        `late` and `partials` are refused beside `live`.
-
-        Mutates flat (only with zero), marks and partials (only where partials are given), params, exp_avgs,
-        exp_avg_sqs, max_exp_avg_sqs, masters.
+        Mutates flat (only with zero), params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters.
         """
         ...
 
@@ -263,15 +222,12 @@ class Backend(Protocol):
         params: Sequence[Tensor],
         momentum_buffers: Sequence[Tensor],
         masters: Sequence[Tensor],
-        late: Sequence[Tensor | None],
-        late_scale: Tensor,
-        partials: Tensor | None,
         random: Tensor | None,
         zero: bool,
     ) -> None:
         """Stochastic gradient descent as in torch.optim.SGD, on every touched segment.
 
-        With g and p as in `adam`:
+        With g = flat * multiplier, negated where `maximize`, and p as in `adam`:
 
             g = g + weight_decay * p
             b = g at the segment's first update (step == 1), else momentum * b + (1 - dampening) * g
@@ -279,9 +235,8 @@ class Backend(Protocol):
             p = p - lr * g
 
         The two lines with b are left out where momentum is 0 or the segment has no momentum buffer. A weight
-        decay of 0 is left out. late, partials, zero, skip, masters, random as in `adam`.
+        decay of 0 is left out. zero, skip, masters, random as in `adam`.
 
-        Mutates flat (only with zero), marks and partials (only where partials are given), params, momentum_buffers,
-        masters.
+        Mutates flat (only with zero), params, momentum_buffers, masters.
         """
         ...

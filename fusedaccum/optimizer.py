@@ -97,9 +97,7 @@ class FusedAccumOptimizer(Asked, OverRanks, Optimizer):
     shard: "zero1" has each rank of `process_group` add up, and keep moments and masters for, its share of the elements
         alone: 1 / ranks of their memory. `state_dict()` is then of this rank's pieces, and loads into the same rank of
         as many; after `consolidate()`, a collective, it is whole. Needs the fused update.
-    fold_every: fold this many micro-batches in one pass, which reads and writes the sums once for all of them. Until
-        then their gradients are held back, those that nobody else refers to: fold_every - 1 sets of gradients are kept
-        beside the sums. The results have the same bits.
+    fold_every: only its default is supported.
 
     Memory: 4 bytes per parameter that can get a gradient, from the first fold on; masters and moments as asked for.
     `param_groups`, `state` and `defaults` are the wrapped optimizer's own objects. Hooks registered here fire once per
@@ -131,7 +129,6 @@ class FusedAccumOptimizer(Asked, OverRanks, Optimizer):
         process_group: dist.ProcessGroup | None = None,
         wire_dtype: torch.dtype = torch.float32,
         shard: str | None = None,
-        fold_every: int = 1,
         backend: str = "auto",
         **options: Any,
     ) -> None:
@@ -153,7 +150,6 @@ class FusedAccumOptimizer(Asked, OverRanks, Optimizer):
             process_group=process_group,
             wire_dtype=wire_dtype,
             shard=shard,
-            fold_every=fold_every,
             backend=backend,
             **options,
         )
@@ -261,7 +257,7 @@ class FusedAccumOptimizer(Asked, OverRanks, Optimizer):
     def _close_window(self, doing: int = headers.FULL) -> None:
         window = self._window
         try:
-            window.boundary.close(window, hooks.Around(self), doing)
+            window.boundary.close(window, lambda: hooks.before_update(self), lambda: hooks.after_update(self), doing)
         finally:
             if window.live is not None:
                 window.pending = 0

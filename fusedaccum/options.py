@@ -21,8 +21,12 @@ NAME = "FusedAccumOptimizer"
 PLAIN, WEIGHTED = "plain", "weighted"  # micro-batches without and with item counts
 NONFINITE = ("propagate", "skip_window", "skip_micro", "raise")
 
-
 # Options whose only value in this version is the default: (default, what the others would do).
+NOT_YET = {
+    "fold_every": (1, "folding several micro-batches in one pass"),
+}
+
+
 @dataclass(frozen=True)
 class Options:
     """What the constructor was asked for, checked."""
@@ -42,7 +46,6 @@ class Options:
     process_group: dist.ProcessGroup | None = None
     wire_dtype: torch.dtype = torch.float32
     shard: str | None = None
-    fold_every: int = 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Options:
         """Itself: it never changes, and a process group has no copy."""
@@ -59,10 +62,14 @@ class Options:
 
 def check_options(**options: Any) -> Options:
     """Options from keyword arguments. Raises TypeError for an unknown name, ValueError or TypeError for a bad value."""
+    for name, (default, what) in NOT_YET.items():
+        value = options.pop(name, default)
+        if type(value) is not type(default) or value != default:
+            raise ValueError(f"{NAME}: {name}={value!r} is not supported ({what}); only {name}={default!r} is")
     known = Options.__dataclass_fields__
     for name in options:
         if name not in known:
-            raise TypeError(f"{NAME}: unknown option {name!r}; the options are {sorted(known)}")
+            raise TypeError(f"{NAME}: unknown option {name!r}; the options are {sorted([*known, *NOT_YET])}")
     checked = Options(**options)
     _one_of("reduction", checked.reduction, ("mean", "sum"))
     _one_of("nonfinite", checked.nonfinite, NONFINITE)
@@ -83,7 +90,6 @@ def check_options(**options: Any) -> Options:
     _check_fold(checked)
     _check_group(checked)
     _check_shard(checked)
-    _check_fold_every(checked.fold_every)
     if checked.max_norm is not None:
         if isinstance(checked.max_norm, bool) or not isinstance(checked.max_norm, numbers.Real):
             raise TypeError(f"{NAME}: max_norm={checked.max_norm!r} must be a positive number, or None not to clip")
@@ -161,14 +167,6 @@ def _check_shard(checked: Options) -> None:
         )
 
 
-def _check_fold_every(every: Any) -> None:
-    rule = "fold_every is how many micro-batches are folded in one pass, an int of at least 1"
-    if isinstance(every, bool) or not isinstance(every, numbers.Integral):
-        raise TypeError(f"{NAME}: fold_every={every!r} is a {type(every).__name__}; {rule}")
-    if every < 1:
-        raise ValueError(f"{NAME}: fold_every={every!r}; {rule}")
-
-
 def _check_rounding(checked: Options) -> None:
     seed, rule = checked.rounding_seed, "rounding_seed must be an int from 0 to 2**63 - 1"
     if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
@@ -193,7 +191,6 @@ def check_with_steps(checked: Options, steps: Any) -> None:
     for name, why in {
         "reduction": "the caller's loss says whether gradients are averaged",
         "fold": "every backward folds anyway",
-        "fold_every": "p.grad shows the sum after every backward, so nothing can be held back",
         "process_group": "p.grad is the caller's to reduce, as DistributedDataParallel does",
         "amp_scaling": "p.grad is FP32, and scaler.unscale_() and scaler.step() work on it as they are",
     }.items():

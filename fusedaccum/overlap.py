@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from fusedaccum.collectives import Sum
-from fusedaccum.flat_buffer import FlatBuffer
+from fusedaccum.flat_buffer import FlatBuffer, Part
 from fusedaccum.headers import LAST, exchange
 from fusedaccum.options import NAME
-from fusedaccum.tables import Part
 
 if TYPE_CHECKING:
     from fusedaccum.window import Window

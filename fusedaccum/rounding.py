@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fusedaccum.flat_buffer import FlatBuffer
+from fusedaccum.flat_buffer import FlatBuffer, to_device
 from fusedaccum.options import NAME, parameters
-from fusedaccum.tables import to_device
 
 
 def check_rounded(params: Iterable[Tensor]) -> None:

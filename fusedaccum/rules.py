@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from fusedaccum.flat_buffer import FLOAT_DTYPES, FlatBuffer
+from fusedaccum.flat_buffer import FLOAT_DTYPES, FlatBuffer, to_device
 from fusedaccum.local import like, local
 from fusedaccum.options import parameters
-from fusedaccum.tables import to_device
 
 
 class AdamRule:

@@ -9,12 +9,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fusedaccum.flat_buffer import FlatBuffer, dense_stride, in_memory_order
+from fusedaccum.flat_buffer import FlatBuffer, dense_stride, in_memory_order, to_device
 from fusedaccum.local import is_distributed, like, local, trace
 from fusedaccum.options import NAME, Options, parameters
 from fusedaccum.rounding import RandomTable, Rounding, check_rounded
 from fusedaccum.rules import RULES, AdamRule, HyperTable, OptimizerState, why_not_fused
-from fusedaccum.tables import to_device
 from fusedaccum.wrapped_update import WrappedUpdate
 
 
@@ -211,14 +210,11 @@ class FusedUpdate:
             return "a parameter was changed since its FP32 master was derived; run one whole window before the capture"
         return None
 
-    def apply(self, buffers: list[FlatBuffer], leave_norm: bool = False) -> None:
-        """Update every touched parameter. Reads `buffer.scalars` on the device, waits for nothing.
-
-        leave_norm: leave the partial sums of the norm behind, with what was held back.
-        """
+    def apply(self, buffers: list[FlatBuffer]) -> None:
+        """Update every touched parameter. Reads `buffer.scalars` on the device, waits for nothing."""
         self._applied = 0
         for buffer in buffers:
-            self.side(buffer).apply(leave_norm)
+            self.side(buffer).apply()
             self._applied += 1
         if self.rounding is not None:
             self.rounding.advance()
@@ -266,7 +262,7 @@ class _FusedSide:
         if self.masters is not None:
             self.masters.refresh(self.segments)
 
-    def apply(self, leave_norm: bool) -> None:
+    def apply(self) -> None:
         buffer, rule = self.buffer, self.rule
         params: list[Tensor] = [buffer.absent] * len(buffer.params)
         copies = []
@@ -280,8 +276,8 @@ class _FusedSide:
                 if param.numel() and params[k].data_ptr() != param.data_ptr():
                     copies.append(k)
         getattr(buffer.backend, rule.name)(
-            buffer.sums(),
-            buffer.own_marks(),
+            buffer.flat,
+            buffer.marks,
             buffer.live,
             buffer.segments,
             buffer.tiles,
@@ -292,12 +288,9 @@ class _FusedSide:
             params,
             *(self.state.listed(slot) for slot in rule.slots),
             self.masters.tensors if self.masters is not None else [],
-            *buffer.late(),
-            buffer.whole.partials if leave_norm else None,
             self.random.read() if self.random is not None else None,
             buffer.zero_in_pass,
         )
-        buffer.held.clear()
         if buffer.spread is not None:  # the operator has told autograd of the local tensors alone
             torch.autograd.graph.increment_version([buffer.params[k] for k in self.segments])
         buffer.was_zeroed = buffer.zero_in_pass

@@ -26,15 +26,15 @@ from fusedaccum.micro import Micro, begin
 from fusedaccum.nesting import Nesting
 from fusedaccum.nonfinite import NonFinite
 from fusedaccum.notices import warn_low_moments, warn_low_precision, warn_of_folded, warn_open_window
+from fusedaccum.ops import TOUCHED
 from fusedaccum.options import NAME, PLAIN, WEIGHTED, Options, as_float64, check_params, parameters
 from fusedaccum.overlap import Overlap
-from fusedaccum.reading import Reading
 from fusedaccum.reduction import Totals
 from fusedaccum.update import FusedUpdate, Update, choose
 from fusedaccum.zero1 import Zero1
 
 
-class Window(Checks, Reading):
+class Window(Checks):
     """Everything about one wrapper that changes: proxies of the wrapper share this one object.
 
     optimizer: the wrapped optimizer. steps: micro-batches per window, checked.
@@ -184,20 +184,13 @@ class Window(Checks, Reading):
         else:
             micro = begin(self, mean_of, sum_of, grad_scale)
         kept = None
-        folds = not micro.is_empty and (not self.begun or any(p.grad is not None for p in self.params))
-        if not folds and micro.before != 1.0:
-            self.midway = True
-            self.rescale(micro.before)
         if micro.is_empty:
             self.midway = True
             self.dropped = self.dropped or any(p.grad is not None for p in self.params)
             folding.discard(self.params)
-        elif folds:
+        elif not self.begun or any(p.grad is not None for p in self.params):
             with self.graphs.adding(self) if capturing else nullcontext():
-                kept = folding.fold(self, micro, found_inf)
-        if self.begun and self.in_backward is not None and not self.in_backward.waits:
-            for buffer in self.buffers:  # what this micro-batch has no gradient for
-                buffer.settle(micro.norm)
+                kept = folding.fold(self, micro.scale, norm=micro.norm, found_inf=found_inf, items=micro.items)
         self._count(micro, kept)
         if capturing:
             self.graphs.end_fold(self)
@@ -228,6 +221,26 @@ class Window(Checks, Reading):
         if self.pending or self.graphs.captured:
             return self.length
         return self.coming.of_update(lambda: self.updates)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the window holds anything that would be lost with it."""
+        return bool(self.micro_batches or self.begun)
+
+    @property
+    def may_close(self) -> bool:
+        """Whether there is something to close: nobody has called `reset` since that began."""
+        return bool(self.pending or self.reduced or self.graphs.captured)
+
+    @property
+    def full(self) -> bool:
+        return self.pending >= self.length
+
+    @property
+    def micro_batches(self) -> int:
+        """What the open window holds. Reading it waits for the device where folds were captured in a CUDA graph."""
+        self.graphs.leave(self)
+        return self.pending - self.graphs.in_capture + self.graphs.replayed_folds()
 
     # The boundary
 
@@ -299,6 +312,21 @@ class Window(Checks, Reading):
         """What this rank updates of `buffers`: its shares of them, or all."""
         return buffers if self.zero1 is None else self.zero1.shares(buffers)
 
+    @property
+    def counted_items(self) -> float | Tensor:
+        """The items that the window counts: those of all ranks once it was reduced."""
+        return self.items if self.reduced is None else self.reduced.items
+
+    @property
+    def only_device_knows(self) -> bool:
+        """Whether only the device knows if anything is left of the gradients of this window."""
+        return self.nonfinite.counts or isinstance(self.counted_items, Tensor)
+
+    def left_any_out(self) -> bool:
+        """Whether gradients of this window were left out, as far as it matters where none are left. May wait."""
+        held = [(b.marks & TOUCHED).bool() & ~b.live.cpu().bool() for b in self.buffers if b.live is not None]
+        return self.dropped or any(bool(left_out.any()) for left_out in held)
+
     def keep_live(self) -> None:
         """Have the device note which segments were folded into."""
         for buffer in self.buffers:
@@ -306,8 +334,6 @@ class Window(Checks, Reading):
 
     def begin_overlap(self) -> None:
         """Have parts of the window leave for the other ranks as they are complete."""
-        for buffer in self.buffers:
-            buffer.settle()
         self.overlap = Overlap(self, self.in_backward.limit)
 
     def nothing_to_flush(self) -> bool:
@@ -335,6 +361,26 @@ class Window(Checks, Reading):
         if param not in self.place:
             self.rebuild(also=param)
         return self.place[param]
+
+    # What happened; reading it is what waits for the device
+
+    @property
+    def updates(self) -> int:
+        return self.counts.updates + self.graphs.counted_updates()
+
+    @property
+    def skipped_micro_batches(self) -> int:
+        self._skipped_micro_batches += self.nonfinite.read_skipped()
+        return self._skipped_micro_batches
+
+    @property
+    def grad_norm(self) -> float | None:
+        return None if self.norm is None else float(self.norm)
+
+    @property
+    def will_update(self) -> bool:
+        self.graphs.leave(self)
+        return self.pending + 1 >= self.length_now()
 
     def set_counts(self, updates: int, skipped_windows: int, skipped_micro_batches: int) -> None:
         """Set what was counted, when a state is loaded."""

@@ -45,7 +45,7 @@ class WrappedUpdate:
         """After `apply` raised: what the optimizer has done is its own affair, as without us."""
         return True
 
-    def apply(self, buffers: list[FlatBuffer], leave_norm: bool = False) -> None:
+    def apply(self, buffers: list[FlatBuffer]) -> None:
         """Set `p.grad` of every touched parameter, call `optimizer.step()`, set it to None again.
 
         The gradients are the optimizer's to keep. They take the memory of a micro-batch's gradients, freed just before.

@@ -19,11 +19,10 @@ from triton.compiler import ASTSource
 
 from fusedaccum.backends import _triton_kernels as kernels
 from fusedaccum.backends import _triton_rules as rules
-from fusedaccum.backends import _triton_sums as sums
 from fusedaccum.backends import triton as backend
 
 TYPES = {
-    "*fp32": ("flat", "scale", "late_scale", "scalars", "steps", "factor", "found_inf"),
+    "*fp32": ("flat", "scale", "scalars", "steps", "factor", "found_inf"),
     "*fp64": ("partials", "total", "divisor", "hyper"),
     "*i64": ("tiles", "groups", "random", "table"),
     "*u8": ("marks", "live"),
@@ -53,8 +52,7 @@ def kind(codes: tuple[int, ...]) -> int:
 
 def steps(kernel: triton.JITFunction, lists: dict[str, tuple[int, ...]], budgets: dict[str, Budget]) -> list[tuple]:
     """Each mixture of dtypes by itself, and all in one kernel, as a model with all of them has it."""
-    constants = {"LIVE": True, "RANDOM": False, "ZERO": False, "LATE": None, "NORM": False}
-    constants["BLOCK"] = backend.BLOCK
+    constants = {"LIVE": True, "RANDOM": False, "ZERO": False, "BLOCK": backend.BLOCK}
     alone = [(kernel, constants | {"KINDS": (kind(codes),)}, [budgets[name]]) for name, codes in lists.items()]
     zeroing = constants | {"KINDS": (kind(lists["fp32"]),), "ZERO": True}
     every = constants | {"KINDS": tuple(sorted(kind(codes) for codes in lists.values()))}
@@ -73,41 +71,13 @@ def steps(kernel: triton.JITFunction, lists: dict[str, tuple[int, ...]], budgets
     return [*alone, (kernel, zeroing, [budgets["fp32"].zeroing]), *together, *random]
 
 
-def several() -> list[tuple]:
-    """Folds of two and three micro-batches in one pass, and the pass that only takes their norm."""
-    made = []
-    for count, code, name in ((2, LOW, "16 bits"), (3, LOW, "16 bits"), (2, SINGLE, "fp32")):
-        size = 4 if code == SINGLE else 2
-        budgets = [
-            Budget(f"{name} x {count}, first touch", count * size, 4),
-            Budget(f"{name} x {count}, later", count * size + 4, 4),
-        ]
-        constants = {"KINDS": (kind((code,) * count),), "COUNT": count, "LIVE": False, "BLOCK": backend.BLOCK}
-        made.append((sums.fold_several_tiles, {**constants, "NORM": True, "STORE": True}, budgets))
-        made.append((sums.fold_several_tiles, {**constants, "NORM": True, "STORE": False}, []))
-    return made
-
-
-def late(kernel: triton.JITFunction, places: int, lists: dict[str, tuple[int, ...]], budgets: dict) -> list[tuple]:
-    """Updates that add one or two micro-batches of 16 bits themselves, to what is stored and to nothing."""
-    made = []
-    constants = {"LIVE": False, "RANDOM": False, "ZERO": False, "BLOCK": backend.BLOCK}
-    for name, codes in lists.items():
-        for count, stored, norm in ((1, 1, True), (2, 0, False)):
-            kinds = (kind((*codes, *(0,) * (places - len(codes)), stored, *(LOW,) * count)),)
-            own = budgets[name]
-            budget = Budget(f"{own.what}, {count} late", own.reads + 2 * count - 4 * (1 - stored), own.writes)
-            made.append((kernel, {**constants, "KINDS": kinds, "LATE": count, "NORM": norm}, [budget]))
-    return made
-
-
 def launches() -> list[tuple[triton.JITFunction, dict[str, object], list[Budget]]]:
     """Kernels with their constants, and what full tiles may move."""
     choices = (False, True)
     block = {"BLOCK": backend.BLOCK}
     alike = {"LIVE": True, "RANDOM": False, **block}
     close = {"CLIP": True, "BLOCK": backend.SUM_BLOCK}
-    with_max = {"KINDS": (kind((SINGLE,) * 3), kind((SINGLE,) * 4)), "ZERO": True, "LATE": None, "NORM": False, **alike}
+    with_max = {"KINDS": (kind((SINGLE,) * 3), kind((SINGLE,) * 4)), "ZERO": True, **alike}
     return [
         *((kernels.fold_tiles, {"LIVE": x, "NORM": y, **block}, list(FOLD)) for x in choices for y in choices),
         (kernels.found_inf_tiles, block, []),
@@ -119,9 +89,6 @@ def launches() -> list[tuple[triton.JITFunction, dict[str, object], list[Budget]
         *steps(rules.adam_tiles, ADAM_LISTS, ADAM),
         (rules.adam_tiles, with_max, []),
         *steps(rules.sgd_tiles, SGD_LISTS, SGD),
-        *several(),
-        *late(rules.adam_tiles, 5, ADAM_LISTS, ADAM),
-        *late(rules.sgd_tiles, 3, SGD_LISTS, SGD),
     ]
 
 

@@ -80,4 +80,4 @@ def why_not(device: torch.device) -> str | None:
     return None if device.type == "cpu" else "the emulation executes kernels on the CPU"
 
 
-fold, check_grads, found_inf, square_total, close_window, rescale, emit, adam, sgd = map(_bound, compiled._OPERATORS)
+fold, found_inf, square_total, close_window, rescale, emit, adam, sgd = map(_bound, compiled._OPERATORS)

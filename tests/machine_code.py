@@ -55,13 +55,6 @@ FOLD = (
     Budget("fp32, first touch", 4, 4),
     Budget("fp32, later", 4 + 4, 4),
 )
-# The same with the gradients of several micro-batches at once.
-FOLD_SEVERAL = tuple(
-    Budget(f"{name} x {count}, {when}", count * size + more, 4, paths=paths)
-    for count in (1, 2, 3, 4)
-    for name, size, paths in (("16 bits", 2, 2), ("fp32", 4, 1))
-    for when, more in (("first touch", 0), ("later", 4))
-)
 SQUARE = (Budget("full tile", 4, 0),)
 RESCALE = (Budget("full tile", 4, 4),)
 EMIT = (Budget("fp32", 4, 4), Budget("16 bits", 4, 2, paths=2))
@@ -170,8 +163,6 @@ LINKED = 90  # tests/test_cuda_build.py makes a library of these objects, so tha
 # Folds take two packs of 8 elements, steps two of 4. SGD has no code of its own for 16 bits without momentum.
 NAMED = {
     "fold_kernel": tuple(replace(budget, elements=16) for budget in FOLD),
-    "fold_several_kernel": tuple(replace(budget, elements=16) for budget in FOLD_SEVERAL),
-    "late_square_kernel": (),
     "square_kernel": SQUARE,
     "rescale_kernel": RESCALE,
     "emit_kernel": EMIT,
@@ -186,10 +177,8 @@ def budgets_of(kernel: Kernel) -> Sequence[Budget]:
     Steps have an instance that also stores the zeros. Which of the two this is shows in what most paths keep to.
     """
     budgets = NAMED.get(kernel.name.split("<")[0], ())
-    is_step = kernel.name.startswith(("adam", "sgd"))
-    if is_step and kernel.name.endswith("true>"):  # kLate: the sums come from shared memory
-        return [replace(budget, what=f"{budget.what}, late", reads=budget.reads - 4) for budget in budgets]
     zeroing = [budget.zeroing for budget in budgets]
+    is_step = kernel.name.startswith(("adam", "sgd"))
     return zeroing if is_step and sum(map(kernel.keeps, zeroing)) > sum(map(kernel.keeps, budgets)) else budgets
 
 

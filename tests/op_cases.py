@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fusedaccum.ops import ALIGN, FRESH, TILE, TOTAL, TOUCHED, VOID
+from fusedaccum.ops import ALIGN, FRESH, TILE, TOTAL, TOUCHED
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -47,11 +47,6 @@ def guarded(numel: int, dtype: torch.dtype, offset: int = 0) -> Tensor:
 def place(values: Tensor, offset: int = 0) -> Tensor:
     """A copy of `values` in a guarded tensor."""
     return guarded(values.numel(), values.dtype, offset).copy_(values)
-
-
-def normal(numel: int, dtype: torch.dtype, offset: int = 0) -> Tensor:
-    """Values over many magnitudes, so that sums round in most elements, in a guarded tensor."""
-    return place((torch.randn(numel) * torch.randn(numel).exp()).to(dtype), offset)
 
 
 def guards_intact(tensor: Tensor) -> bool:
@@ -105,11 +100,8 @@ class Buffer:
     def fold_plan(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor]:
         return self.flat, self.partials, self.marks, self.live, self.segments, self.tiles
 
-    def norm_plan(
-        self, late: Sequence[Tensor | None] = (), late_scale: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor | None], Tensor]:
-        scale = torch.zeros(0) if late_scale is None else late_scale
-        return self.flat, self.partials, self.marks, self.segments, self.tiles, list(late), scale
+    def norm_plan(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        return self.flat, self.partials, self.marks, self.segments, self.tiles
 
     def padding_intact(self) -> bool:
         """Whether everything outside the segments is as it was made."""
@@ -122,13 +114,6 @@ class Buffer:
         """float64[T]: the sum of squares of each tile, by torch."""
         sums = [self.flat[start : start + count].double().square().sum() for _, _, start, count in self.tiles.tolist()]
         return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.float64)
-
-
-def held_back(buffer: Buffer, segments: Sequence[int]) -> None:
-    """Mark segments whose gradients are all held back: touched, and `flat` holds NaN."""
-    for k in segments:
-        buffer.segment(k).fill_(torch.nan)
-        buffer.marks[k] = TOUCHED | VOID
 
 
 def partials_agree(got: Tensor, want: Tensor) -> bool:

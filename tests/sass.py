@@ -7,8 +7,7 @@ A kernel has a path for every mixture of dtypes, and others for tails and unalig
 2. A block that moves elements in vectors only (8 bytes or more at a time) belongs to a full tile. One that also moves
    them one by one belongs to a tail or an unaligned tensor.
 3. Blocks of full tiles that reach each other through blocks that move no elements are one path. If one of them also
-   reaches a block that moves elements one by one, the path is a tail's, which has vectors where it can. A barrier ends
-   a path: what comes after it works on what all threads have made.
+   reaches a block that moves elements one by one, the path is a tail's, which has vectors where it can.
 4. A thread stores each element of an output once. So the elements that it handles in a path are the bytes stored there
    over the bytes that the operator stores for an element, and the bytes read for each follow. Where an operator stores
    nothing, each element of `flat` is read once.
@@ -101,8 +100,6 @@ def _blocks(code: list[Instruction]) -> dict[int, Block]:
             follows = follows if here.guard else []
         elif op == "BRX":
             follows = []
-        elif op == "BAR":
-            pass
         else:
             continue
         goes_to[here.address] = follows
@@ -171,7 +168,7 @@ def _mark_moves(blocks: dict[int, Block]) -> None:
 
 def _reached(blocks: dict[int, Block], start: int) -> set[int]:
     """Blocks that move elements and come next after `start`, whatever lies between."""
-    found, seen, waiting = set(), set(), _next_before_barrier(blocks[start])
+    found, seen, waiting = set(), set(), list(blocks[start].next)
     while waiting:
         place = waiting.pop()
         if place in seen:
@@ -180,12 +177,8 @@ def _reached(blocks: dict[int, Block], start: int) -> set[int]:
         if blocks[place].moves:
             found.add(place)
         else:
-            waiting += _next_before_barrier(blocks[place])
+            waiting += blocks[place].next
     return found
-
-
-def _next_before_barrier(block: Block) -> list[int]:
-    return [] if block.code[-1].op.startswith("BAR") else list(block.next)
 
 
 def full_tiles(code: list[Instruction]) -> list[FullTile]:

@@ -63,17 +63,12 @@ class Machine(RuleBasedStateMachine):
         poison=st.integers(0, 3),
         scaling=st.sampled_from([None, None, "amp_scaling", "without it"]),
         bucket=st.sampled_from(BUCKETS),
-        every=st.sampled_from([1, 1, 2, 3]),
-        watched=st.booleans(),
     )
     def initialize(self, **drawn):
         self.begin(**(drawn | self.chosen))
 
-    def begin(self, name, precision, policy, reduction, max_norm, steps, poison, scaling, bucket, every, watched):
-        """bucket: MiB of gradients that are folded together in a backward; None where step() folds them. every:
-        fold_every. watched: by a step pre-hook, ahead of which everything is folded.
-        """
-        self.watched = watched
+    def begin(self, name, precision, policy, reduction, max_norm, steps, poison, scaling, bucket):
+        """bucket: MiB of gradients that are folded together in a backward; None where step() folds them."""
         update, low = precision
         if bucket is not None:
             scaling, policy = None, policy if policy in IN_BACKWARD else "skip_window"
@@ -82,7 +77,6 @@ class Machine(RuleBasedStateMachine):
         options["amp_scaling"] = scaling == "amp_scaling" and policy != "raise"
         options |= {"master_weights": low == "masters", "state_dtype": torch.float32 if low == "state" else None}
         options["rounding"] = "stochastic" if low == "stochastic" else "nearest"
-        options["fold_every"] = every
         options |= {"fold": "step"} if bucket is None else {"fold": "backward", "bucket_mb": bucket}
         self.options = options
         self.scaler = None
@@ -122,8 +116,7 @@ class Machine(RuleBasedStateMachine):
     def attach(self, gate=None):
         """What belongs to a wrapper and does not come along when it is made anew."""
         self.fired = [0, 0]
-        if self.watched:
-            self.w.register_step_pre_hook(self.pre_hook)
+        self.w.register_step_pre_hook(self.pre_hook)
         self.w.register_step_post_hook(self.post_hook)
         if gate is None:
             gate = GatedScheduler(StepLR(self.inner, 1, gamma=0.5), self.w)
@@ -148,15 +141,13 @@ class Machine(RuleBasedStateMachine):
     @event(edit=st.sampled_from(EDITS), look=st.booleans())
     def set_hook(self, look, edit):
         """From now on step pre-hooks look at the means, and multiply one by a number."""
-        self.look, self.edit = look or edit is not None, edit if self.watched else None
+        self.look, self.edit = look or edit is not None, edit
 
     def close_model(self):
         edit = None
         if self.edit is not None and self.edit[0] < len(self.params):
             edit = self.model.params[self.edit[0]], self.edit[1]
         self.model.close(edit)
-        if not self.watched:
-            self.fired[0] = self.fired[1]
         assert self.fired[0] == self.fired[1]
         if self.model.fired is not None:
             assert self.fired[0] == self.model.fired, f"step hooks fired {self.fired[0]} times"
@@ -314,12 +305,9 @@ class Machine(RuleBasedStateMachine):
         want += (model.skipped_micro_batches, model.steps)
         assert seen == want, f"pending, updates, updated, will_update, skipped 2x, steps: {seen}, not {want}"
         self.agree_on_norm()
-        # A look at the sums ends what fold_every holds back.
-        looks = self.options["fold_every"] == 1 or model.updates % 2 == 0
         assert [g["lr"] for g in w.param_groups] == [g["lr"] for g in model.groups]
         for k, (p, m) in enumerate(zip(self.params, model.params, strict=True)):
-            if looks:
-                close(w.master_grad(p), *model.held(m), f"master_grad of parameter {k}")
+            close(w.master_grad(p), *model.held(m), f"master_grad of parameter {k}")
             assert (p.grad is None) == (m.grad is None), f"the gradient of parameter {k}"
             if p.grad is not None:
                 close(p.grad, m.grad, 0.0, f"the gradient of parameter {k}")

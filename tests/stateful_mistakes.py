@@ -178,7 +178,7 @@ def a_skipped_window_is_counted_as_an_update(monkeypatch):
 
 @mistake
 def a_skipped_window_changes_the_momentum(monkeypatch):
-    def decay(update, buffers, **options):
+    def decay(update, buffers):
         for buffer in buffers:
             if buffer.scalars[1]:
                 for state in update.optimizer.state.values():
@@ -235,7 +235,7 @@ def loading_forgets_the_counts(monkeypatch):
     monkeypatch.setattr(Window, "set_counts", lambda w, *counts: None)
 
 
-@mistake_where(every=1, watched=True, scaling=None)
+@mistake
 def loading_does_not_rescale_for_other_steps(monkeypatch):
     was = checkpoint._take_counts
     monkeypatch.setattr(
@@ -314,7 +314,7 @@ def gradients_stay_after_step(monkeypatch):
 
 @mistake
 def a_flush_uses_gradients_that_wait_for_step(monkeypatch):
-    def apply(update, buffers, **options):
+    def apply(update, buffers):
         held = [entry for buffer in buffers for entry in update._give_gradients(buffer)]
         update.optimizer.step()
         for param, _ in held:

@@ -95,7 +95,7 @@ def a_scaler_is_told_that_steps_unscale(monkeypatch):
 
 
 def _bits_of_rounded(monkeypatch, change):
-    def apply(update, buffers, **options):
+    def apply(update, buffers):
         for buffer in buffers:
             for k in buffer.touched_segments() if update.rounding is not None and not buffer.scalars[1] else ():
                 change(buffer.params[k].data)

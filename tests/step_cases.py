@@ -138,9 +138,6 @@ class Update:
         self.steps = torch.tensor(steps, dtype=torch.float32)
         self.scalars = torch.tensor([1.0, 0.0, 0.0])
         self.random: Tensor | None = None
-        self.late: list[Tensor | None] = []
-        self.late_scale = torch.zeros(0)
-        self.partials: Tensor | None = None
         start = [torch.randn(n) for n in sizes]
         self.params = [place(p.to(param), k % 17) for k, p in enumerate(start)]
         self.masters = [place(p, (k + 3) % 17) for k, p in enumerate(start)] if master else []
@@ -168,8 +165,7 @@ class Update:
         return [self.params, *self.state.values(), self.masters]
 
     def run(self, backend: ModuleType, zero: bool = False) -> None:
-        rest = (self.scalars, self.steps, self.rows, self.hyper, *self.lists())
-        rest += (self.late, self.late_scale, self.partials, self.random, zero)
+        rest = (self.scalars, self.steps, self.rows, self.hyper, *self.lists(), self.random, zero)
         getattr(backend, self.rule)(*self.buffer.step_plan(), *rest)
 
     def source(self, k: int) -> Tensor:

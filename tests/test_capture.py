@@ -203,7 +203,6 @@ REFUSED = {
     "before any window": (fresh, LATER),
     "capturable=False": (lambda: used(make=lambda params: AdamW(params, lr=lr())), "pass capturable=True"),
     "the wrapped update": (lambda: used(make=MAKERS["sgd"], update="wrapped"), "only the fused update"),
-    "gradients that are held back": (lambda: used(fold_every=2), "use fold_every=1"),
     "another backend": (lambda: used(backend="reference"), "backend='compiled'"),
     "after an eager micro-batch": (with_eager_micro_batch, "holds 1 eager micro-batches; flush"),
     "a number as learning rate": (with_float_rate, "lr=torch.tensor"),

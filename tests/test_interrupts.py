@@ -149,8 +149,7 @@ def test_a_mean_that_a_hook_has_seen_is_a_sum_again(monkeypatch):
 def test_refused_on_the_first_or_the_second_of_two_devices(monkeypatch, kernel, refuses):
     use_two_buffers(monkeypatch)
     params = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
-    # The fused update would add a window's only micro-batch itself.
-    w = wrap(SGD(params, lr=1.0), 1, update="wrapped" if kernel == "fold" else "fused")
+    w = wrap(SGD(params, lr=1.0), 1)
     interrupt(monkeypatch, kernel, before=True, error=RuntimeError("no"), calls=refuses)
     for p in params:
         p.grad = torch.ones(1)
@@ -207,7 +206,7 @@ def test_an_inner_pre_hook_that_raises(update, error):
 
 @both_updates
 def test_memory_that_runs_out_at_the_boundary(monkeypatch, update):
-    toy = Toy(2, make=AdamW, update=update, max_norm=1.0)  # else the norm comes after a fused update
+    toy = Toy(2, make=AdamW, update=update)
     interrupt(monkeypatch, "square_total", before=True, error=torch.OutOfMemoryError("no"))
     toy.micro(1)
     toy.backward(1)

@@ -11,24 +11,21 @@ import torch
 from op_cases import Buffer, same_bits, scalar, total_tensor
 from torch import Tensor
 
-from fusedaccum.ops import FRESH, TOUCHED, VOID, Backend
+from fusedaccum.ops import Backend
 
 SIZES = [17, 4097, 5]
-OPERATORS = ("fold", "check_grads", "found_inf", "square_total", "close_window", "rescale", "emit", "adam", "sgd")
-LATE = ("adam", "sgd")
+OPERATORS = ("fold", "found_inf", "square_total", "close_window", "rescale", "emit", "adam", "sgd")
 LISTS = {
     "fold": ("grads",),
-    "check_grads": ("grads",),
     "found_inf": ("grads",),
-    "square_total": ("late",),
     "emit": ("grads",),
-    "adam": ("params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "masters", "late"),
-    "sgd": ("params", "momentum_buffers", "masters", "late"),
+    "adam": ("params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "masters"),
+    "sgd": ("params", "momentum_buffers", "masters"),
 }
 
 
-def arguments(op: str, without_live: bool = True) -> dict[str, object]:
-    """Arguments that every rule allows, in the operator's order. Updates have late gradients, or segments that live."""
+def arguments(op: str) -> dict[str, object]:
+    """Arguments that every rule allows, in the operator's order."""
     buffer = Buffer(SIZES)
     buffer.fill([torch.ones(n) for n in SIZES])
     n = len(SIZES)
@@ -42,7 +39,6 @@ def arguments(op: str, without_live: bool = True) -> dict[str, object]:
         "segments": buffer.segments,
         "tiles": buffer.tiles,
         "scale": scalar(0.5),
-        "late_scale": scalar(0.5),
         "factor": scalar(0.5),
         "norm": True,
         "zero": True,
@@ -55,10 +51,6 @@ def arguments(op: str, without_live: bool = True) -> dict[str, object]:
         "random": torch.arange(n + 2),
         "hyper": torch.full((1, 8 if op == "adam" else 6), 0.5, dtype=torch.float64),
     }
-    if op in LATE and without_live:
-        fixed["live"] = None
-    elif op in LATE:
-        fixed |= {"late": [], "late_scale": torch.zeros(0), "partials": None}
     names = [name for name in inspect.signature(getattr(Backend, op)).parameters if name != "self"]
     return {name: fixed[name] if name in fixed else [torch.ones(size) for size in SIZES] for name in names}
 
@@ -145,7 +137,6 @@ FIXED = (
     "segments",
     "tiles",
     "scale",
-    "late_scale",
     "factor",
     "total",
     "divisor",
@@ -160,7 +151,7 @@ FIXED = (
 )
 def test_a_bad_fixed_argument(backend, op, name):
     """Another dtype, another shape, not contiguous, each by itself."""
-    given = arguments(op, without_live=name != "live")
+    given = arguments(op)
     right = given[name]
     wrong = torch.float64 if right.dtype != torch.float64 else torch.float32
     check_refusal(backend, op, given | {name: right.to(wrong)}, name, str(right.dtype), str(wrong))
@@ -187,70 +178,3 @@ def test_hyper_parameters_of_the_other_rule(backend, op, columns):
     given = arguments(op)
     given["hyper"] = torch.zeros(1, columns, dtype=torch.float64)
     check_refusal(backend, op, given, "hyper", str(columns))
-
-
-# Several micro-batches and late gradients
-
-
-@pytest.mark.parametrize(
-    ("op", "name"), [("fold", "grads"), ("square_total", "late"), ("adam", "late"), ("sgd", "late")]
-)
-def test_a_bad_entry_of_the_second_micro_batch(backend, op, name):
-    given = arguments(op)
-    given[name] += [torch.ones(17), None, torch.ones(6)]
-    given["scale" if op == "fold" else "late_scale"] = torch.ones(2)
-    check_refusal(backend, op, given, f"{name}[5]", "5", "6")
-
-
-@pytest.mark.parametrize("op", ["fold", "square_total", "adam", "sgd"])
-@pytest.mark.parametrize("count", [0, 2])
-def test_scales_for_another_number_of_micro_batches(backend, op, count):
-    given = arguments(op)
-    name, scale = ("grads", "scale") if op == "fold" else ("late", "late_scale")
-    given[scale] = torch.ones(count)
-    check_refusal(backend, op, given, name, str(3 * count), "3")
-
-
-def test_a_fold_of_no_micro_batches(backend):
-    check_refusal(backend, "fold", arguments("fold") | {"grads": [], "scale": torch.ones(0)}, "scale", "1", "0")
-
-
-@pytest.mark.parametrize("op", ["square_total", "adam", "sgd"])
-def test_late_gradients_need_scales(backend, op):
-    check_refusal(backend, op, arguments(op) | {"late": []}, "late", "3", "0")
-
-
-@pytest.mark.parametrize("op", ["square_total", "adam", "sgd"])
-def test_a_late_gradient_of_an_untouched_segment(backend, op):
-    given = arguments(op)
-    given["marks"][1] = FRESH
-    check_refusal(backend, op, given, "late[1]", "TOUCHED", str(FRESH))
-
-
-@pytest.mark.parametrize("op", ["square_total", "adam", "sgd"])
-@pytest.mark.parametrize("mark", [TOUCHED | VOID, TOUCHED | VOID | FRESH])
-@pytest.mark.parametrize("empty", [False, True])
-def test_a_void_segment_without_a_late_gradient(backend, op, mark, empty):
-    """Its sum is nowhere. Its norm may be known."""
-    given = arguments(op)
-    given["marks"][1] = mark
-    given["late"][1] = None
-    if empty:
-        given |= {"late": [], "late_scale": torch.zeros(0)}
-    if op == "square_total" and mark & FRESH:
-        given["partials"].fill_(2.0)
-        given |= {"late": [], "late_scale": torch.zeros(0)}
-        backend.square_total(*given.values())
-        assert given["total"][0] == 17 + 2.0 + 2.0 + 5, "two tiles are fresh"
-    else:
-        check_refusal(backend, op, given, "late", "1", "VOID")
-
-
-@pytest.mark.parametrize("op", LATE)
-@pytest.mark.parametrize("name", ["late", "partials"])
-def test_late_gradients_and_partials_go_without_live(backend, op, name):
-    given, allowed = arguments(op, without_live=False), arguments(op)
-    given[name] = allowed[name]
-    if name == "late":
-        given["late_scale"] = allowed["late_scale"]
-    check_refusal(backend, op, given, name, "live")

@@ -84,17 +84,10 @@ def walk(seed, calls):
     weights = draw.choice(["none", "none", "float", "tensor", "mixed"]) if "reduction" not in options else "none"
     nan_allowed = options.get("nonfinite") == "skip_window"
     bucket = {"bucket_mb": 0.01} if fold == "backward" else {}
-    every = draw.choice([1, 2, 3])
 
     def wrapper(params):
         return FusedAccumOptimizer(
-            SGD(params, lr=0.5, momentum=0.25),
-            steps,
-            process_group=dist.group.WORLD,
-            fold=fold,
-            **bucket,
-            **options,
-            fold_every=every,
+            SGD(params, lr=0.5, momentum=0.25), steps, process_group=dist.group.WORLD, fold=fold, **bucket, **options
         )
 
     steps = draw.randint(1, 4)

@@ -61,6 +61,9 @@ def test_20_steps_set_later(steps):
 
 
 # option, value, what the text must hold besides the option's name
+LATER = [
+    ("fold_every", 2, ["2", "1"]),
+]
 UNKNOWN = [
     ("process_group", "pg", ["pg", "ProcessGroup", "None"]),
     ("wire_dtype", torch.bfloat16, ["bfloat16", "process_group"]),
@@ -81,7 +84,7 @@ UNKNOWN = [
     *(("rounding_seed", seed, [re.escape(repr(seed)), "0 to 2"]) for seed in (True, None, 1.0, "1", -1, 2**63)),
     ("shard", "zero9", ["zero9", "None", "zero1"]),
     ("shard", "zero1", ["zero1", "process_group"]),
-    *(("fold_every", every, [re.escape(repr(every)), "int of at least 1"]) for every in (0, -2, 1.5, True, "2", None)),
+    ("fold_every", 0, ["0", "1"]),
     ("backend", "abacus", ["abacus", "auto", "reference"]),
     ("state_dtype", torch.int64, ["int64", "float32"]),
     ("state_dtype", torch.float64, ["float64", "float32"]),
@@ -92,7 +95,9 @@ UNKNOWN = [
 ]
 
 
-@pytest.mark.parametrize(("option", "value", "words"), UNKNOWN, ids=lambda v: str(v) if len(str(v)) < 20 else "")
+@pytest.mark.parametrize(
+    ("option", "value", "words"), LATER + UNKNOWN, ids=lambda v: str(v) if len(str(v)) < 20 else ""
+)
 def test_options(option, value, words):
     optimizer = used_optimizer()
     with refused(optimizer, option, *words):

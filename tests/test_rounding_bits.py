@@ -11,7 +11,7 @@ import triton.language as tl
 from op_cases import SIZES, bits, same_bits, same_values
 from step_cases import GROUPS, PLAIN, Update
 
-from fusedaccum.backends import _reference_random, _triton_random
+from fusedaccum.backends import _reference_random, _triton_rules
 
 WORD = 2**32 - 1
 LARGEST = 0x7F7F0000  # the largest finite bfloat16, as a float32's bits
@@ -67,7 +67,7 @@ def rounded(values: torch.Tensor, seed: int, update: int, stream: int) -> torch.
 @triton.jit
 def draw(out, random, first, BLOCK: tl.constexpr):
     noise = (random, random + 2, random + 1)
-    tl.store(out + tl.arange(0, BLOCK), _triton_random.random_bits(noise, first.to(tl.int64), BLOCK).to(tl.int64))
+    tl.store(out + tl.arange(0, BLOCK), _triton_rules._random_bits(noise, first.to(tl.int64), BLOCK).to(tl.int64))
 
 
 def test_triton_counts_elements_in_64_bits():

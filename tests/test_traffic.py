@@ -14,9 +14,9 @@ from torch.nn import Linear
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
+from bench.cases import MICRO_BATCHES
 from bench.traffic import SMALL, count, reduced, settled, table
 from bench.traffic_setups import SETUPS, make
-from fusedaccum.benchmark.cases import MICRO_BATCHES
 from fusedaccum.demo.comms import Call, Collectives
 from fusedaccum.flat_buffer import ALIGN
 

@@ -14,11 +14,11 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read when torch is imported, b
 
 import torch
 
+from bench.cases import KINDS
 from bench.gpu import goals
 from bench.gpu.cases import MODELS
+from bench.gpu.clock import CudaClock, DryClock
 from bench.gpu.sections import SECTIONS, Run
-from fusedaccum.benchmark.cases import KINDS
-from fusedaccum.benchmark.clock import CudaClock, DryClock
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from fusedaccum.benchmark.cases import KINDS, SHAPE_LISTS, Case, Kind, Shapes, fitting
+from bench.cases import KINDS, SHAPE_LISTS, Case, Kind, gpt2, odd_sizes
+
+Shapes = list[tuple[int, ...]]
+
+
+def llama_8b(layers: int = 32) -> Shapes:
+    """8.03 billion parameters in 291 tensors, the head not tied to the embedding."""
+    shapes: Shapes = [(128256, 4096), (128256, 4096), (4096,)]
+    for _ in range(layers):
+        shapes += [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096)]
+        shapes += [(14336, 4096), (14336, 4096), (4096, 14336), (4096,), (4096,)]
+    return shapes
 
 
 @dataclass(frozen=True)
 class Model:
-    """A shape list. steps: the kinds whose update is measured. windows: the kinds whose whole window is."""
+    """steps: the kinds whose update is measured. windows: the kinds whose whole window is."""
 
     title: str
     build: Callable[[int], Shapes]
@@ -20,19 +32,14 @@ class Model:
     steps: tuple[str, ...] = ("masters", "bf16", "fp32")
     windows: tuple[str, ...] = ()
 
-    @staticmethod
-    def of(name: str, **sections: tuple[str, ...]) -> Model:
-        listed = SHAPE_LISTS[name]
-        return Model(listed.title, listed.build, listed.layers, **sections)
-
 
 # The smaller first: what they show (launches, host time) is at stake in the goals, and costs least time.
 MODELS = {
-    "gpt2": Model.of("gpt2", windows=("masters", "bf16", "fp32")),
-    "10000x64": Model.of("10000x64", windows=("masters",)),
-    "1.3b": Model.of("1.3b", windows=("masters",)),
-    "8b": Model.of("8b", steps=("bf16",)),  # FP32 moments of 8 billion parameters are 64 GB by themselves
-    "odd": Model.of("odd"),
+    "gpt2": Model("GPT-2 124M", gpt2, 12, windows=("masters", "bf16", "fp32")),
+    "10000x64": Model("10,000 x 64", lambda layers: [(64,)] * 10_000, 1, windows=("masters",)),
+    "1.3b": Model("1.3B", lambda layers: gpt2(layers, 2048, 50257, 2048), 24, windows=("masters",)),
+    "8b": Model("8B", llama_8b, 32, steps=("bf16",)),  # FP32 moments of 8 billion parameters are 64 GB by themselves
+    "odd": Model("96 odd sizes, 1 to 2,000,000", lambda layers: odd_sizes(), 1),
 }
 
 # The reference's three tensors, what the float64 comparison holds of one piece, the L2 flush, and the allocator's own.
@@ -49,9 +56,26 @@ def step_bytes(kind: Kind) -> int:
     return 2 * kind.gradient_bytes + kind.state_bytes + 4 + (4 + 4 if kind.masters else kind.gradient_bytes)
 
 
+def numel(shapes: Shapes) -> int:
+    return sum(map(math.prod, shapes))
+
+
 def window_bytes(kind: Kind) -> int:
     """Per parameter: start, three sets of gradients, and ours with one rival; more of them run in more heats."""
     return kind.gradient_bytes * 4 + 2 * (kind.state_bytes + 8)
+
+
+def fitting(model: Model, bytes_per_parameter: float, available: float) -> tuple[str, Shapes]:
+    """The model's title and shapes, with fewer layers (the title says so) where `available` bytes are not enough.
+
+    Raises MemoryError where one layer is too many.
+    """
+    for layers in range(model.layers, 0, -1):
+        shapes = model.build(layers)
+        if numel(shapes) * bytes_per_parameter <= available:
+            cut = f", cut to {layers} of {model.layers} layers: this GPU has {available / 1e9:.0f} GB for it"
+            return model.title + (cut if layers < model.layers else ""), shapes
+    raise MemoryError(f"one layer needs {numel(shapes) * bytes_per_parameter / 1e9:.0f} GB of {available / 1e9:.0f}")
 
 
 def make_case(name: str, kind: str, device: torch.device, bytes_per_parameter: float, sets: int | None) -> Case:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from bench.gpu.rivals import MEGATRON
 from bench.gpu.table import Row
-from fusedaccum.benchmark.kernels import OURS
-from fusedaccum.benchmark.rivals import MEGATRON
+from bench.kernels import OURS
 
 LARGE = ("gpt2", "1.3b", "8b")
 SHARE = 0.9

@@ -4,11 +4,35 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Iterable
 
-from fusedaccum.benchmark.clock import Clock, Sample
-from fusedaccum.benchmark.harness import Contender
+import torch
+
+from bench.gpu.clock import Clock, Sample
+from bench.harness import Contender, Part
 
 LEAST_ROUNDS, MOST_ROUNDS = 3, 30
+
+
+class ThreeStreamAdd:
+    """The bandwidth that everything is compared with: torch.add(a, b, out=c) in FP32, 12 bytes an element.
+
+    As large as the case, up to 2^28 elements: beyond, it gets no faster and takes memory that the case needs.
+    """
+
+    name = "torch.add(a, b, out=c)"
+    BYTES = 12
+    MOST = 1 << 28
+
+    def __init__(self, numel: int, device: torch.device) -> None:
+        self.numel = min(numel, self.MOST)
+        self.a, self.b, self.c = (torch.rand(self.numel, device=device) for _ in range(3))
+
+    def parts(self) -> Iterable[Part]:
+        yield (lambda: None, lambda: torch.add(self.a, self.b, out=self.c))
+
+    def gb_per_s(self, samples: list[Sample]) -> float:
+        return self.BYTES * self.numel / min(sample.device for sample in samples) * 1e-9
 
 
 def race(clock: Clock, contenders: list[Contender], box: float) -> dict[str, list[Sample]]:

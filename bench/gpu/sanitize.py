@@ -72,13 +72,13 @@ def run(device: torch.device, backend: str) -> list[Tensor]:
             hyper = table(ADAM_COLUMNS, {**values, "decoupled": 1.0, "amsgrad": 1.0}, device)
             lists = [draw(0, device), draw(1, device), squares(buffer, 2), squares(buffer, 3)]
             lists.append(draw(0, device, (torch.float32,)))
-            buffer.backend.adam(*tables, buffer.steps, groups, hyper, *lists, [], buffer.no_scale, None, None, True)
+            buffer.backend.adam(*tables, buffer.steps, groups, hyper, *lists, None, True)
         else:
             values = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "nesterov": 1.0}
             hyper = table(SGD_COLUMNS, values, device)
             masters = [t if k % 2 else t[:0] for k, t in enumerate(draw(0, device, (torch.float32,)))]
             lists = [draw(0, device), draw(1, device), masters]
-            buffer.backend.sgd(*tables, buffer.steps, groups, hyper, *lists, [], buffer.no_scale, None, random, False)
+            buffer.backend.sgd(*tables, buffer.steps, groups, hyper, *lists, random, False)
         sums = [buffer.view(k) for k in range(len(SIZES))]
         left += [
             *sums,

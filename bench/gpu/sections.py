@@ -13,14 +13,15 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from bench import kernels, truth, window
+from bench.cases import KINDS, Case, pieces
+from bench.gpu import rivals
 from bench.gpu.cases import MODELS, fold_bytes, make_case, step_bytes, window_bytes
-from bench.gpu.race import race
+from bench.gpu.clock import Clock
+from bench.gpu.race import ThreeStreamAdd, race
 from bench.gpu.table import Facts, Row, Work, rows, table
-from fusedaccum.benchmark import kernels, rivals, truth, window
-from fusedaccum.benchmark.cases import KINDS, Case
-from fusedaccum.benchmark.clock import Clock, Sample
-from fusedaccum.benchmark.harness import Contender, ThreeStreamAdd
-from fusedaccum.benchmark.sections import heats
+from bench.harness import Contender
+from bench.sections import heats
 from fusedaccum.flat_buffer import FlatBuffer
 
 LEAST_SECONDS = 6.0  # a case is not begun with less time left
@@ -92,15 +93,11 @@ class Run:
         """Race what was checked, print its table and keep its rows."""
         reference = ThreeStreamAdd(case.numel, case.device)
         samples = race(self.clock, [*contenders, reference], self.box)
-        made = rows(work, case, gb_per_s(reference, samples.pop(reference.name)), samples, facts)
+        made = rows(work, case, reference.gb_per_s(samples.pop(reference.name)), samples, facts)
         self.rows += made
         print(table(made, self.clock), end="\n\n", flush=True)
         self.save(self)
         return made
-
-
-def gb_per_s(reference: ThreeStreamAdd, samples: list[Sample]) -> float:
-    return reference.BYTES * reference.numel / min(sample.device for sample in samples) * 1e-9
 
 
 def admit(run: Run, name: str, make: Callable[[], Contender]) -> Contender | None:
@@ -221,6 +218,15 @@ def step(run: Run) -> None:
                 step_case(run, model, kind, case)
 
 
+def merged(case: Case) -> Case:
+    """The same values in fewer and larger tensors, for a comparison with float64 that would take minutes one by one."""
+    start = list(pieces(case.start))
+    whole = Case([tuple(piece.shape) for piece in start], case.kind, case.title, device=case.device)
+    whole.__dict__["start"] = start
+    whole.__dict__["gradients"] = [list(pieces(grads)) for grads in case.gradients]
+    return whole
+
+
 def checked_windows(run: Run, case: Case, classes: list[type[window.Window]]) -> tuple[list, dict[str, Facts]]:
     """Contenders that ran the windows which are compared with float64, and what each held beyond what all must."""
     case.make()
@@ -239,7 +245,8 @@ def checked_windows(run: Run, case: Case, classes: list[type[window.Window]]) ->
                         timed()
 
             extra = run.clock.peak(work) / case.numel - case.kind.state_bytes
-            error = truth.errors(case, {cls.name: built[0].params})
+            whole = merged(case)
+            error = truth.errors(whole, {cls.name: list(pieces(built[0].params))})
             lossy = {window.StockSums.name} if case.kind.dtype != torch.float32 else set()
             truth.refuse_wrong(error, lossy)
             facts[cls.name] = Facts(run.launches(built[0], 1, case), extra, error[cls.name].relative)
@@ -254,7 +261,7 @@ def windows(run: Run) -> None:
     ours = type("Ours", (window.Ours,), {"backend": run.backend})
     for model in run.models:
         for kind in MODELS[model].windows:
-            work = Work("window of 8", model, kind, KINDS[kind].least_window_bytes())
+            work = Work("window of 8", model, kind, KINDS[kind].least_window_bytes)
             for case in run.cases("window", model, kind, window_bytes(KINDS[kind]), sets=None):
                 memory = torch.cuda.mem_get_info(run.device)[0] if run.device.type == "cuda" else 12e9
                 for heat in heats(case, list(rivals.WINDOWS[kind]), memory * 0.9e-9):

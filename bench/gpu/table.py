@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, field
 
-from fusedaccum.benchmark.cases import Case
-from fusedaccum.benchmark.clock import Clock, Sample
+from bench.cases import Case
+from bench.gpu.clock import Clock, Sample
 
 
 @dataclass

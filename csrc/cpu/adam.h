@@ -4,19 +4,16 @@
 #include "../rules.h"
 #include "kernels.h"
 #include "random.h"
-#include "sum.h"
 #include "vec.h"
 
 namespace fusedaccum::FUSEDACCUM_ISA {
 
-template <bool kPlain>
-FUSEDACCUM_KERNEL void adam_tiles(const AdamRun& run_in, const Tile* tile, int64_t count) {
+FUSEDACCUM_KERNEL void adam(const AdamRun& run_in, const Tile* tile, int64_t count) {
   const AdamRun run = run_in;  // a copy that no store can alias: the factors stay in registers
   const Elements master{run.master, DType::kFloat32};
   const Elements source = run.master ? master : run.param;
   for (int64_t t = 0; t < count; ++t) {
     float* flat = run.flat + tile[t].flat_start;
-    UpdateSums<kPlain> sums(run.late, flat, tile[t], run.partial ? run.partial + t : nullptr);
     const int64_t start = tile[t].start;
     RandomBits random;
     if (run.rounding.stochastic) random.fill(run.rounding.noise, tile[t]);
@@ -27,7 +24,7 @@ FUSEDACCUM_KERNEL void adam_tiles(const AdamRun& run_in, const Tile* tile, int64
       s.m = load(run.exp_avg, j, extent);
       s.v = load(run.exp_avg_sq, j, extent);
       if (run.factors.amsgrad) s.v_max = load(run.max_exp_avg_sq, j, extent);
-      adam(run.factors, sums.at(i, extent), s);
+      adam(run.factors, load(flat + i, extent), s);
       store(run.param, j, run.rounding.stochastic ? random.round(s.p, i) : s.p, extent);
       store(run.exp_avg, j, s.m, extent);
       store(run.exp_avg_sq, j, s.v, extent);
@@ -35,12 +32,7 @@ FUSEDACCUM_KERNEL void adam_tiles(const AdamRun& run_in, const Tile* tile, int64
       if (run.master) store(master, j, s.p, extent);
       if (run.zero) store(flat + i, Vec(0.0f), extent);
     });
-    sums.finish();
   }
-}
-
-static void adam(const AdamRun& run, const Tile* tile, int64_t count) {
-  is_plain(run) ? adam_tiles<true>(run, tile, count) : adam_tiles<false>(run, tile, count);
 }
 
 }  // namespace fusedaccum::FUSEDACCUM_ISA

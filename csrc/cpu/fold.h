@@ -1,126 +1,61 @@
-// fold: add the gradients of some micro-batches to their segment, or overwrite the segment with their sum on the first
-// touch.
+// fold: add one micro-batch's gradient to its segment, or overwrite the segment with it on the first touch.
 #pragma once
 
 #include "../rules.h"
 #include "kernels.h"
-#include "sum.h"
+#include "square.h"
 #include "vec.h"
 
 namespace fusedaccum::FUSEDACCUM_ISA {
 
-// Gradients that are added in a loop made for their number and dtype. Longer lists, and mixtures, take TileSum's.
-constexpr int kMostAtOnce = 4;
-
-// Bytes that are asked for ahead. Several streams of float32, and four of bfloat16, are 4 to 7 % faster with it, the
-// others as fast (Zen 4, from memory, one thread); 1,024 and more cost a fifth.
-constexpr int kAhead = 256;
-
-enum class Store { kPlain, kStream };
-
-template <Store kStore, class Extent>
-FUSEDACCUM_INLINE void put(float* p, Vec x, Extent extent) {
-  if (kStore == Store::kStream) {
-    stream(p, x, extent);
-  } else {
-    store(p, x, extent);
-  }
-}
-
-inline void fetch(const void* p) { __builtin_prefetch(static_cast<const char*>(p) + kAhead); }
-
-// kCount gradients of dtype T.
-template <class T, int kCount, bool kFirst, bool kNorm, Store kStore>
-FUSEDACCUM_KERNEL void fold_some(const FoldRun& run, const Tile& tile, double* partial) {
+template <class T, bool kFirst, bool kNorm, bool kStream>
+FUSEDACCUM_KERNEL void fold_tile(const FoldRun& run, const Tile& tile, double* partial) {
   float* flat = run.flat + tile.flat_start;
-  const T* grads[kCount];
-  float scales[kCount];
-  for (int j = 0; j < kCount; ++j) {
-    grads[j] = static_cast<const T*>(run.sum.sources[j].grad.data) + tile.start;
-    scales[j] = run.sum.sources[j].scale;
-  }
+  const T* grad = static_cast<const T*>(run.grad.data) + tile.start;
+  const Vec scale(run.scale);
   Squares squares;
   each_pack(tile.count, [&](int64_t i, auto extent) {
-#pragma GCC unroll 4
-    for (int j = 0; j < kCount; ++j) fetch(grads[j] + i);
-    if (!kFirst) fetch(flat + i);
-    Vec x = load(grads[0] + i, extent);
-    x = kFirst ? fold_first(Vec(scales[0]), x) : fold_next(Vec(scales[0]), x, load(flat + i, extent));
-#pragma GCC unroll 4
-    for (int j = 1; j < kCount; ++j) x = fold_next(Vec(scales[j]), load(grads[j] + i, extent), x);
-    put<kStore>(flat + i, x, extent);
+    const Vec g = load(grad + i, extent);
+    const Vec x = kFirst ? fold_first(scale, g) : fold_next(scale, g, load(flat + i, extent));
+    if (kStream) {
+      stream(flat + i, x, extent);
+    } else {
+      store(flat + i, x, extent);
+    }
     if (kNorm) squares.add(x, extent);
   });
   if (kNorm) *partial = squares.total();
 }
 
-// Whatever is to be added.
-template <bool kNorm, Store kStore>
-FUSEDACCUM_KERNEL void fold_any(const FoldRun& run, const Tile& tile, double* partial) {
-  float* flat = run.flat + tile.flat_start;
-  const TileSum sum(run.sum, flat, tile);
-  Squares squares;
-  each_pack(tile.count, [&](int64_t i, auto extent) {
-    const Vec x = sum.at(i, extent);
-    put<kStore>(flat + i, x, extent);
-    if (kNorm) squares.add(x, extent);
-  });
-  if (kNorm) *partial = squares.total();
+template <class T, bool kNorm>
+static void fold_run(const FoldRun& run, const Tile* tile, int64_t count) {
+  auto* one_tile = !run.first   ? fold_tile<T, false, kNorm, false>
+                   : run.stream ? fold_tile<T, true, kNorm, true>
+                                : fold_tile<T, true, kNorm, false>;
+  for (int64_t t = 0; t < count; ++t) one_tile(run, tile[t], kNorm ? run.partial + t : nullptr);
 }
 
-using FoldTile = void (*)(const FoldRun&, const Tile&, double*);
-
-template <class T, int kCount>
-static FoldTile some(bool first, bool norm, bool stream) {
-  if (!first)
-    return norm ? fold_some<T, kCount, false, true, Store::kPlain> : fold_some<T, kCount, false, false, Store::kPlain>;
-  if (stream)
-    return norm ? fold_some<T, kCount, true, true, Store::kStream> : fold_some<T, kCount, true, false, Store::kStream>;
-  return norm ? fold_some<T, kCount, true, true, Store::kPlain> : fold_some<T, kCount, true, false, Store::kPlain>;
+// With a scale of 0 the gradient must not be looked at: 0 * inf is not 0.
+static void fold_nothing(const FoldRun& run, const Tile* tile, int64_t count) {
+  if (run.first) zero(run.flat, tile, count);
+  if (run.partial) square(run.flat, run.partial, tile, count);
 }
 
 template <class T>
-static FoldTile some(int count, bool first, bool norm, bool stream) {
-  switch (count) {
-    case 1:
-      return some<T, 1>(first, norm, stream);
-    case 2:
-      return some<T, 2>(first, norm, stream);
-    case 3:
-      return some<T, 3>(first, norm, stream);
-    default:
-      return some<T, kMostAtOnce>(first, norm, stream);
-  }
-}
-
-static FoldTile any(bool norm, bool stream) {
-  if (stream) return norm ? fold_any<true, Store::kStream> : fold_any<false, Store::kStream>;
-  return norm ? fold_any<true, Store::kPlain> : fold_any<false, Store::kPlain>;
-}
-
-static bool are_usual(const Sum& sum) {
-  for (int32_t j = 1; j < sum.count; ++j)
-    if (sum.sources[j].grad.dtype != sum.sources[0].grad.dtype) return false;
-  return sum.count > 0 && sum.count <= kMostAtOnce && sum.start != Start::kZero;
-}
-
-static FoldTile choose(const Sum& sum, bool norm, bool stream) {
-  const bool first = sum.start != Start::kFlat;
-  if (!are_usual(sum)) return any(norm, first && stream);
-  switch (sum.sources[0].grad.dtype) {
-    case DType::kFloat32:
-      return some<float>(sum.count, first, norm, stream);
-    case DType::kBFloat16:
-      return some<BFloat16>(sum.count, first, norm, stream);
-    default:
-      return some<Float16>(sum.count, first, norm, stream);
-  }
+static void fold_dtype(const FoldRun& run, const Tile* tile, int64_t count) {
+  run.partial ? fold_run<T, true>(run, tile, count) : fold_run<T, false>(run, tile, count);
 }
 
 static void fold(const FoldRun& run, const Tile* tile, int64_t count) {
-  if (run.sum.count == 0 && run.sum.start == Start::kFlat && run.partial == nullptr) return;  // nothing is added
-  const FoldTile one_tile = choose(run.sum, run.partial != nullptr, run.stream);
-  for (int64_t t = 0; t < count; ++t) one_tile(run, tile[t], run.partial ? run.partial + t : nullptr);
+  if (run.scale == 0) return fold_nothing(run, tile, count);
+  switch (run.grad.dtype) {
+    case DType::kFloat32:
+      return fold_dtype<float>(run, tile, count);
+    case DType::kBFloat16:
+      return fold_dtype<BFloat16>(run, tile, count);
+    case DType::kFloat16:
+      return fold_dtype<Float16>(run, tile, count);
+  }
 }
 
 }  // namespace fusedaccum::FUSEDACCUM_ISA

@@ -9,27 +9,13 @@
 
 namespace fusedaccum {
 
-// One micro-batch's gradient of a segment. Its scale is not 0.
-struct Source {
-  Elements grad;
-  float scale;
-};
-
-// What the sources are added to: what is in the flat buffer, zeros, or nothing (scale * grad is the first value then).
-enum class Start : int32_t { kFlat, kZero, kNothing };
-
-// How the sums of a segment come about: the sources are added one after the other.
-struct Sum {
-  const Source* sources = nullptr;
-  int32_t count = 0;  // at least 1 where the start is kNothing
-  Start start = Start::kFlat;
-};
-
 struct FoldRun {
   float* flat;
-  Sum sum;
+  Elements grad;
   double* partial;  // of the first tile; null where no norm is wanted
-  bool stream;      // flat's base allows non-temporal stores, and there is enough to write for them to pay
+  float scale;
+  bool first;   // the segment's first touch
+  bool stream;  // flat's base allows non-temporal stores, and there is enough to write for them to pay
 };
 
 // How a parameter is rounded: to nearest, or stochastically.
@@ -44,9 +30,7 @@ struct AdamRun {
   float* master;
   AdamFactors factors;
   Rounding rounding;
-  bool zero;        // store zeros to flat in the same pass
-  Sum late;         // what is added to flat for this update
-  double* partial;  // of the first tile, of the sums; null where none are wanted
+  bool zero;  // store zeros to flat in the same pass
 };
 
 struct SgdRun {
@@ -56,15 +40,13 @@ struct SgdRun {
   SgdFactors factors;
   Rounding rounding;
   bool zero;
-  Sum late;
-  double* partial;
 };
 
 struct Kernels {
   const char* isa;
   void (*fold)(const FoldRun& run, const Tile* tile, int64_t count);
   bool (*all_finite)(Elements grad, const Tile* tile, int64_t count);
-  void (*square)(const float* flat, const Sum& late, double* partial, const Tile* tile, int64_t count);
+  void (*square)(const float* flat, double* partial, const Tile* tile, int64_t count);
   void (*rescale)(float* flat, float factor, const Tile* tile, int64_t count);
   void (*emit)(const float* flat, Elements grad, float multiplier, const Tile* tile, int64_t count);
   void (*adam)(const AdamRun& run, const Tile* tile, int64_t count);

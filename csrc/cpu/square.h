@@ -1,29 +1,19 @@
-// square: the sum of the squares of each tile, late gradients added (square_total adds them up). all_finite: a look at
-// a gradient. zero: a tile of zeros.
+// square: the sum of the squares of each tile (square_total adds them up). all_finite: a look at a gradient. zero: a
+// tile of zeros.
 #pragma once
 
 #include "kernels.h"
-#include "sum.h"
 #include "vec.h"
 
 namespace fusedaccum::FUSEDACCUM_ISA {
 
-template <bool kPlain>
-FUSEDACCUM_KERNEL void square_tiles(const float* flat, const Sum& late, double* partial, const Tile* tile,
-                                    int64_t count) {
+FUSEDACCUM_KERNEL void square(const float* flat, double* partial, const Tile* tile, int64_t count) {
   for (int64_t t = 0; t < count; ++t) {
     const float* x = flat + tile[t].flat_start;
-    const TileSum sum(late, x, tile[t]);
     Squares squares;
-    each_pack(tile[t].count,
-              [&](int64_t i, auto extent) { squares.add(kPlain ? load(x + i, extent) : sum.at(i, extent), extent); });
+    each_pack(tile[t].count, [&](int64_t i, auto extent) { squares.add(load(x + i, extent), extent); });
     partial[t] = squares.total();
   }
-}
-
-static void square(const float* flat, const Sum& late, double* partial, const Tile* tile, int64_t count) {
-  const bool plain = late.count == 0 && late.start == Start::kFlat;
-  plain ? square_tiles<true>(flat, late, partial, tile, count) : square_tiles<false>(flat, late, partial, tile, count);
 }
 
 // Whether every element is finite: a sum of x * 0 is 0 then, and not a number otherwise.

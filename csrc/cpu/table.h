@@ -7,7 +7,6 @@
 #include "rescale.h"
 #include "sgd.h"
 #include "square.h"
-#include "sum.h"
 
 namespace fusedaccum::FUSEDACCUM_ISA {
 

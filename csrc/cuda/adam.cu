@@ -144,15 +144,13 @@ FUSEDACCUM_DEVICE void adam_tile_by_dtype(const AdamTile& t) {
 }
 
 // Three blocks a multiprocessor hold more loads in flight than it takes to fill its share of the bandwidth.
-// kLate: the sums are made here, and kZero is false: what is to be zeroed is as the sums are read.
-template <int kBytes, bool kZero, bool kRandom, bool kAny, bool kLate>
+template <int kBytes, bool kZero, bool kRandom, bool kAny>
 __global__ void __launch_bounds__(kThreads, kAny ? 2 : 3)
     adam_kernel(const StepCall call, const Table<Entry, kBytes> __grid_constant__ table) {
   const Tile tile = call.tiles[blockIdx.x];
   const Entries<kBytes> entry{table, call, tile.segment};
-  if (!is_updated(call, tile, entry[kParam], kLate ? call.update.zero : kZero)) return;
-  float* flat = kLate ? nullptr : call.flat + tile.flat_start;
-  if constexpr (kLate) flat = keep_sums(call, tile, table);
+  if (!is_updated<kZero>(call, tile, entry[kParam])) return;
+  float* flat = call.flat + tile.flat_start;
   const Update& update = call.update;
   const auto& common = shared_by_threads<kRandom, AdamFactors>(update, tile, [&] {
     const double* row = update.hyper + update.groups[tile.segment] * kAdamColumns;
@@ -170,12 +168,9 @@ __global__ void __launch_bounds__(kThreads, kAny ? 2 : 3)
 }
 
 template <int kBytes, bool kRandom>
-auto* choose_kernel(bool late, bool zero, bool any) {
-  if (late)
-    return any ? adam_kernel<kBytes, false, kRandom, true, true> : adam_kernel<kBytes, false, kRandom, false, true>;
-  if (any)
-    return zero ? adam_kernel<kBytes, true, kRandom, true, false> : adam_kernel<kBytes, false, kRandom, true, false>;
-  return zero ? adam_kernel<kBytes, true, kRandom, false, false> : adam_kernel<kBytes, false, kRandom, false, false>;
+auto* choose_kernel(bool zero, bool any) {
+  if (any) return zero ? adam_kernel<kBytes, true, kRandom, true> : adam_kernel<kBytes, false, kRandom, true>;
+  return zero ? adam_kernel<kBytes, true, kRandom, false> : adam_kernel<kBytes, false, kRandom, false>;
 }
 
 }  // namespace
@@ -190,9 +185,8 @@ void adam(const Device& device, const Buffer& buffer, const Update& update, cons
              Kinds{of(kParam), of(kExpAvg), of(kExpAvgSq), of(kMaxExpAvgSq), of(kMaster)}.mix() == Mix::kAny;
     }
     constexpr int kBytes = kSizeOf<decltype(table)>;
-    const bool late = makes_sums(call);
-    auto* kernel = update.random ? choose_kernel<kBytes, true>(late, update.zero, any)
-                                 : choose_kernel<kBytes, false>(late, update.zero, any);
+    auto* kernel =
+        update.random ? choose_kernel<kBytes, true>(update.zero, any) : choose_kernel<kBytes, false>(update.zero, any);
     FUSEDACCUM_LAUNCH(kernel, part.tile_count, kThreads, device.stream, call, table);
   });
 }

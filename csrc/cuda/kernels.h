@@ -27,16 +27,6 @@ struct Buffer {
   int64_t count;              // of segments
 };
 
-// Gradients of several micro-batches that one launch can tell apart.
-constexpr int64_t kMostBatches = 16;
-
-// Gradients, those of one micro-batch after those of the one before.
-struct Batches {
-  const Elements* grads;  // host, count * segments; data is null where there is no gradient
-  int64_t count, segments;
-  const float* scale;  // of each micro-batch
-};
-
 // What the update rules share. See fusedaccum/ops.py.
 struct Update {
   const float* scalars;
@@ -45,8 +35,6 @@ struct Update {
   const double* hyper;
   const int64_t* random;  // null to round to nearest
   bool zero;              // store zeros to flat in the same pass
-  Batches late;           // at most kMostBatches
-  double* partials;       // null where the norm is not left behind
 };
 
 // Whether this device and driver take long argument lists.
@@ -58,13 +46,14 @@ std::vector<int> architectures();
 // Whether there is code for a device: its own architecture's, or such as the driver can compile for it.
 bool runs_on(int device);
 
-// partials: null where no norm is wanted. Marks are read, and are the caller's to change.
-void fold(const Device& device, const Buffer& buffer, const Batches& grads, double* partials);
+// grads: host, count; data is null where there is no gradient. partials: null where no norm is wanted. Marks are read,
+// and are the caller's to change.
+void fold(const Device& device, const Buffer& buffer, const Elements* grads, const float* scale, double* partials);
 
 void found_inf(const Device& device, const Buffer& buffer, const Elements* grads, float* found_inf);
 
-// late: at most kMostBatches. total: kTotal elements.
-void square_total(const Device& device, const Buffer& buffer, const Batches& late, double* partials, double* total);
+// total: kTotal elements.
+void square_total(const Device& device, const Buffer& buffer, double* partials, double* total);
 
 // marks: host, count. live: null where every touched segment counts.
 void close_window(const Device& device, const uint8_t* marks, const uint8_t* live, int64_t count, float* scalars,

@@ -41,20 +41,14 @@ constexpr int kSizeOf = std::decay_t<T>::kSize;
 struct Entry {
   uint64_t bits;
 
-  static constexpr int kDTypeShift = 62, kFirstShift = 61, kBatchShift = 57;
-  static constexpr uint64_t kAddress = (uint64_t(1) << kBatchShift) - 1;
+  static constexpr int kDTypeShift = 62, kFirstShift = 61;
+  static constexpr uint64_t kAddress = (uint64_t(1) << kFirstShift) - 1;
 
-  // first: nothing was added to the segment before. batch: the micro-batch, below kMostBatches.
-  static Entry of(const Elements& e, bool first = false, int batch = 0) {
-    return {reinterpret_cast<uint64_t>(e.data) | uint64_t(e.dtype) << kDTypeShift | uint64_t(first) << kFirstShift |
-            uint64_t(batch) << kBatchShift};
+  static Entry of(const Elements& e, bool first = false) {
+    return {reinterpret_cast<uint64_t>(e.data) | uint64_t(e.dtype) << kDTypeShift | uint64_t(first) << kFirstShift};
   }
-  // In place of a gradient: there is none, and the partials are those of the sum already.
-  FUSEDACCUM_HD static Entry fresh() { return {uint64_t(1) << kFirstShift}; }
-  FUSEDACCUM_HD bool is(Entry other) const { return bits == other.bits; }
   FUSEDACCUM_HD bool absent() const { return (bits & kAddress) == 0; }
   FUSEDACCUM_HD bool first() const { return bits >> kFirstShift & 1; }
-  FUSEDACCUM_HD int batch() const { return int(bits >> kBatchShift) & (kMostBatches - 1); }
   FUSEDACCUM_HD DType dtype() const { return DType(bits >> kDTypeShift); }
   template <class T>
   FUSEDACCUM_HD T* data() const {

@@ -48,39 +48,18 @@ struct CudaCall : Call {
     plan.first_tile.push_back(tiles_.size(0));
     buffer = {flat, tiles, plan.first_tile.data(), marks, live, plan.count};
   }
-
-  // As the list has them, without data where there is no gradient.
-  std::vector<Elements> several(const char* name, const OptionalTensors& grads) const {
-    std::vector<Elements> entries(grads.size());
-    each_gradient(name, grads,
-                  [&](int64_t batch, int64_t k, Elements elements) { entries[batch * plan.count + k] = elements; });
-    return entries;
-  }
-  std::vector<Elements> late(const OptionalTensors& late, int64_t batches) const {
-    if (batches > cuda::kMostBatches)
-      check.fail("late", text("be of at most ", cuda::kMostBatches, " micro-batches on a CUDA device"), text(batches),
-                 "fold first");
-    return several("late", late);
-  }
-  cuda::Batches batches(const std::vector<Elements>& grads, int64_t count, const Tensor& scale) const {
-    return {grads.data(), count, plan.count, data<float>(scale)};
-  }
 };
 
 void fold(Tensor flat, Tensor partials, Tensor marks, const OptionalTensor& live, Tensor segments, Tensor tiles,
           const OptionalTensors& grads, Tensor scale, bool norm) {
   const CudaCall call("fold", flat, marks, live, segments, tiles);
-  const int64_t batches = call.check_fold(partials, tiles, grads, scale);
-  const std::vector<Elements> sources = call.several("grads", grads);
+  call.check_fold(partials, tiles, scale);
+  const std::vector<Elements> sources = call.gradients(grads);
 
   const OnDeviceOf on(flat);
   double* partial = norm ? data<double>(partials) : nullptr;
-  cuda::fold(on.device, call.buffer, call.batches(sources, batches, scale), partial);
+  cuda::fold(on.device, call.buffer, sources.data(), data<float>(scale), partial);
   call.mark_folded(grads, norm);
-}
-
-void check_grads(Tensor flat, Tensor marks, Tensor segments, Tensor tiles, const OptionalTensors& grads) {
-  CudaCall("check_grads", flat, marks, std::nullopt, segments, tiles).gradients(grads);
 }
 
 void found_inf(Tensor flat, Tensor marks, Tensor segments, Tensor tiles, const OptionalTensors& grads,
@@ -93,17 +72,12 @@ void found_inf(Tensor flat, Tensor marks, Tensor segments, Tensor tiles, const O
   cuda::found_inf(on.device, call.buffer, sources.data(), data<float>(found_inf));
 }
 
-void square_total(Tensor flat, Tensor partials, Tensor marks, Tensor segments, Tensor tiles,
-                  const OptionalTensors& late, Tensor late_scale, Tensor total) {
+void square_total(Tensor flat, Tensor partials, Tensor marks, Tensor segments, Tensor tiles, Tensor total) {
   const CudaCall call("square_total", flat, marks, std::nullopt, segments, tiles);
   call.check_norm(partials, tiles, total);
-  const int64_t batches = call.check_batches("late", late, "late_scale", late_scale);
-  const std::vector<Elements> sources = call.late(late, batches);
-  call.check_late_marks(late, true);
 
   const OnDeviceOf on(flat);
-  cuda::square_total(on.device, call.buffer, call.batches(sources, batches, late_scale), data<double>(partials),
-                     data<double>(total));
+  cuda::square_total(on.device, call.buffer, data<double>(partials), data<double>(total));
   call.mark_fresh();
 }
 
@@ -140,43 +114,32 @@ cuda::Update update_of(const CudaCall& call, const Tensor& scalars, const Tensor
                        const Tensor& hyper, int64_t columns, const OptionalTensor& random, bool zero) {
   call.check_update(scalars, steps, groups, hyper, columns);
   const int64_t* noise = call.check_random(random);
-  return {
-      data<float>(scalars), data<float>(steps), data<int64_t>(groups), data<double>(hyper), noise, zero, {}, nullptr};
+  return {data<float>(scalars), data<float>(steps), data<int64_t>(groups), data<double>(hyper), noise, zero};
 }
 
 void adam(Tensor flat, Tensor marks, const OptionalTensor& live, Tensor segments, Tensor tiles, Tensor scalars,
           Tensor steps, Tensor groups, Tensor hyper, const Tensors& params, const Tensors& exp_avgs,
           const Tensors& exp_avg_sqs, const Tensors& max_exp_avg_sqs, const Tensors& masters,
-          const OptionalTensors& late, Tensor late_scale, const OptionalTensor& partials, const OptionalTensor& random,
-          bool zero) {
+          const OptionalTensor& random, bool zero) {
   const CudaCall call("adam", flat, marks, live, segments, tiles);
-  cuda::Update update = update_of(call, scalars, steps, groups, hyper, kAdamColumns, random, zero);
+  const cuda::Update update = update_of(call, scalars, steps, groups, hyper, kAdamColumns, random, zero);
   const auto [p, m, v, v_max, master] = call.adam_lists(params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters);
-  update.partials = call.check_late_update(late, late_scale, partials, tiles);
-  const std::vector<Elements> sources = call.late(late, late_scale.numel());
-  update.late = call.batches(sources, late_scale.numel(), late_scale);
 
   const OnDeviceOf on(flat);
   const Elements* const lists[] = {p.data(), m.data(), v.data(), v_max.data(), master.data()};
   cuda::adam(on.device, call.buffer, update, lists);
-  if (partials) call.mark_fresh();
 }
 
 void sgd(Tensor flat, Tensor marks, const OptionalTensor& live, Tensor segments, Tensor tiles, Tensor scalars,
          Tensor steps, Tensor groups, Tensor hyper, const Tensors& params, const Tensors& momentum_buffers,
-         const Tensors& masters, const OptionalTensors& late, Tensor late_scale, const OptionalTensor& partials,
-         const OptionalTensor& random, bool zero) {
+         const Tensors& masters, const OptionalTensor& random, bool zero) {
   const CudaCall call("sgd", flat, marks, live, segments, tiles);
-  cuda::Update update = update_of(call, scalars, steps, groups, hyper, kSgdColumns, random, zero);
+  const cuda::Update update = update_of(call, scalars, steps, groups, hyper, kSgdColumns, random, zero);
   const auto [p, b, master] = call.sgd_lists(params, momentum_buffers, masters);
-  update.partials = call.check_late_update(late, late_scale, partials, tiles);
-  const std::vector<Elements> sources = call.late(late, late_scale.numel());
-  update.late = call.batches(sources, late_scale.numel(), late_scale);
 
   const OnDeviceOf on(flat);
   const Elements* const lists[] = {p.data(), b.data(), master.data()};
   cuda::sgd(on.device, call.buffer, update, lists);
-  if (partials) call.mark_fresh();
 }
 
 }  // namespace

@@ -197,18 +197,18 @@ struct AnyStream {
   }
 };
 
-// This thread's packs of a tile: work.load(slot, i, extent) for kPacks of them, then work.use(slot, i, extent) for
+// This thread's packs of a tile: work.load(slot, i, extent) for kUnroll of them, then work.use(slot, i, extent) for
 // each; i is the pack's first element. vectors: whether every stream of the tile lies at an aligned address.
-template <int kWidth, int kPacks = kUnroll, class Work>
+template <int kWidth, class Work>
 FUSEDACCUM_DEVICE void each_pack(int64_t count, bool vectors, Work& work) {
   constexpr int kStride = kThreads * kWidth;
   const int own = int(threadIdx.x) * kWidth;
   if (vectors && count == kTile) {
-    for (int base = 0; base < kTile; base += kPacks * kStride) {
+    for (int base = 0; base < kTile; base += kUnroll * kStride) {
 #pragma unroll
-      for (int u = 0; u < kPacks; ++u) work.load(u, base + u * kStride + own, Full());
+      for (int u = 0; u < kUnroll; ++u) work.load(u, base + u * kStride + own, Full());
 #pragma unroll
-      for (int u = 0; u < kPacks; ++u) work.use(u, base + u * kStride + own, Full());
+      for (int u = 0; u < kUnroll; ++u) work.use(u, base + u * kStride + own, Full());
     }
     return;
   }

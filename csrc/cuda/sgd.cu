@@ -107,15 +107,13 @@ FUSEDACCUM_DEVICE void sgd_tile_by_dtype(const SgdTile& t) {
   }
 }
 
-// kLate: as in adam.
-template <int kBytes, bool kZero, bool kRandom, bool kLate>
+template <int kBytes, bool kZero, bool kRandom>
 __global__ void __launch_bounds__(kThreads)
     sgd_kernel(const StepCall call, const Table<Entry, kBytes> __grid_constant__ table) {
   const Tile tile = call.tiles[blockIdx.x];
   const Entries<kBytes> entry{table, call, tile.segment};
-  if (!is_updated(call, tile, entry[kParam], kLate ? call.update.zero : kZero)) return;
-  float* flat = kLate ? nullptr : call.flat + tile.flat_start;
-  if constexpr (kLate) flat = keep_sums(call, tile, table);
+  if (!is_updated<kZero>(call, tile, entry[kParam])) return;
+  float* flat = call.flat + tile.flat_start;
   const Update& update = call.update;
   const auto& common = shared_by_threads<kRandom, SgdFactors>(update, tile, [&] {
     const double* row = update.hyper + update.groups[tile.segment] * kSgdColumns;
@@ -126,10 +124,9 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <int kBytes>
-auto* choose_kernel(bool late, bool zero, bool random) {
-  if (late) return random ? sgd_kernel<kBytes, false, true, true> : sgd_kernel<kBytes, false, false, true>;
-  if (random) return zero ? sgd_kernel<kBytes, true, true, false> : sgd_kernel<kBytes, false, true, false>;
-  return zero ? sgd_kernel<kBytes, true, false, false> : sgd_kernel<kBytes, false, false, false>;
+auto* choose_kernel(bool zero, bool random) {
+  if (random) return zero ? sgd_kernel<kBytes, true, true> : sgd_kernel<kBytes, false, true>;
+  return zero ? sgd_kernel<kBytes, true, false> : sgd_kernel<kBytes, false, false>;
 }
 
 }  // namespace
@@ -137,7 +134,7 @@ auto* choose_kernel(bool late, bool zero, bool random) {
 void sgd(const Device& device, const Buffer& buffer, const Update& update, const Elements* const lists[3]) {
   const Elements* const all[] = {lists[0], lists[1], lists[2]};
   launch_steps("sgd", device, buffer, update, all, [&](const Part& part, const StepCall& call, const auto& table) {
-    auto* kernel = choose_kernel<kSizeOf<decltype(table)>>(makes_sums(call), update.zero, update.random != nullptr);
+    auto* kernel = choose_kernel<kSizeOf<decltype(table)>>(update.zero, update.random != nullptr);
     FUSEDACCUM_LAUNCH(kernel, part.tile_count, kThreads, device.stream, call, table);
   });
 }

@@ -1,11 +1,11 @@
 // square_total: the squares of stale tiles, and the sum of all touched tiles' partials in a fixed order.
 #define FUSEDACCUM_ISA cuda
-#include "sum.cuh"
+#include "reduce.cuh"
 
 namespace fusedaccum::cuda {
 namespace {
 
-constexpr int kWidth = kSumWidth;
+constexpr int kWidth = 8;
 constexpr int64_t kSumBlocks = kTotal - 2;  // total: the sum, a counter, and a sum for each block
 constexpr int64_t kTilesPerBlock = 1024;
 
@@ -39,43 +39,6 @@ __global__ void __launch_bounds__(kThreads)
   each_pack<kWidth>(tile.count, true, work);
   const double sum = block_sum(work.sum);
   if (threadIdx.x == 0) partials[blockIdx.x] = sum;
-}
-
-// Takes sums nowhere: only their squares are wanted.
-struct Unstored {
-  static constexpr int kMostBytes = 16;
-  double squares = 0;
-
-  template <class Raw, class Extent>
-  FUSEDACCUM_DEVICE void take(const Raw& raw, int64_t, Extent extent) {
-    add_squares(squares, raw, extent);
-  }
-};
-
-template <int kBytes>
-__global__ void __launch_bounds__(kThreads, 4)
-    late_square_kernel(float* flat, const Tile* tiles, double* partials, const Gradients late,
-                       const Table<Entry, kBytes> __grid_constant__ table) {
-  const Tile tile = tiles[blockIdx.x];
-  const OfSegment<kBytes> grads{table, late, tile.segment};
-  if (grads[0].absent()) return;
-  Unstored sums;
-  sum_tile(grads, tile, flat + tile.flat_start, sums);
-  const double sum = block_sum(sums.squares);
-  if (threadIdx.x == 0) partials[blockIdx.x] = sum;
-}
-
-void square_late(const Device& device, const Buffer& buffer, const Run& late, double* partials) {
-  const int most = late.most();
-  if (most == 0) return;
-  const auto wanted = [&](int64_t k) { return late.count_of(k) > 0; };
-  const auto fill = [&](int64_t k, Entry* entries) { late.fill(k, buffer.marks[k], most, entries); };
-  launch_parts<Entry>("square_total", device, buffer, most, wanted, fill, [&](const Part& part, const auto& table) {
-    const Gradients several{late.batches.scale, part.begin, most, 0, most};
-    auto* kernel = late_square_kernel<kSizeOf<decltype(table)>>;
-    FUSEDACCUM_LAUNCH(kernel, part.tile_count, kThreads, device.stream, buffer.flat, buffer.tiles + part.first_tile,
-                      partials + part.first_tile, several, table);
-  });
 }
 
 // Whether this is the last of the grid's blocks to come here. What the others wrote before they came is then visible.
@@ -142,14 +105,9 @@ void sum_touched(const Device& device, const Buffer& buffer, const double* parti
 
 }  // namespace
 
-void square_total(const Device& device, const Buffer& buffer, const Batches& late, double* partials, double* total) {
-  const Run run{late, 0, late.count};
-  square_late(device, buffer, run, partials);
-  // Segments with late gradients are done.
-  const auto mark = [&](int64_t k) { return uint8_t(buffer.marks[k] | (run.count_of(k) > 0 ? kFresh : 0)); };
-  const auto stale = [&](int64_t k) { return (mark(k) & (kTouched | kFresh)) == kTouched; };
-  const auto fill = [&](int64_t k, uint8_t* entry) { *entry = mark(k); };
-  launch_parts<uint8_t>("square_total", device, buffer, 1, stale, fill, [&](const Part& part, const auto& marks) {
+void square_total(const Device& device, const Buffer& buffer, double* partials, double* total) {
+  const auto stale = [&](int64_t k) { return touched(buffer, k) && !(buffer.marks[k] & kFresh); };
+  launch_with_marks("square_total", device, buffer, stale, [&](const Part& part, const auto& marks) {
     auto* kernel = square_kernel<kSizeOf<decltype(marks)>>;
     FUSEDACCUM_LAUNCH(kernel, part.tile_count, kThreads, device.stream, buffer.flat, buffer.tiles + part.first_tile,
                       partials + part.first_tile, part.begin, marks);

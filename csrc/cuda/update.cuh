@@ -3,7 +3,6 @@
 
 #include "launch.cuh"
 #include "pack.cuh"
-#include "sum.cuh"
 
 namespace fusedaccum::cuda {
 
@@ -19,8 +18,6 @@ struct StepCall {
   int64_t first_segment;
   int stride;           // entries of a segment: the parameter first
   int slot[kMaxLists];  // where in them each list stands; -1 where the list is empty
-  Gradients late;       // the entries after those
-  double* partials;     // of the launch's first tile on; null where no norm is left behind
 };
 
 using None = NoStream<kStepWidth>;
@@ -103,9 +100,6 @@ FUSEDACCUM_DEVICE const Common<Factors>& shared_by_threads(const Update& update,
   return common;
 }
 
-// Whether a launch has more to do for the sums than to read them.
-inline bool makes_sums(const StepCall& call) { return call.late.most > 0 || call.partials != nullptr; }
-
 struct Zeros {
   Stream<float, 8> flat;
 
@@ -123,42 +117,12 @@ FUSEDACCUM_DEVICE void zero_tile(float* flat, int64_t count) {
   each_pack<8>(count, true, work);
 }
 
-// Takes sums to shared memory, where the update finds them in place of the flat buffer. In registers they would not fit
-// beside its other streams.
-struct Kept {
-  static constexpr int kMostBytes = 8;
-  Stream<float, kSumWidth> tile, flat;
-  bool zero, norm;
-  double squares = 0;
-
-  template <class Raw, class Extent>
-  FUSEDACCUM_DEVICE void take(const Raw& raw, int64_t i, Extent extent) {
-    tile.write(raw, i, extent);
-    if (norm) add_squares(squares, raw, extent);
-    if (zero) flat.write(Raw{}, i, extent);
-  }
-};
-
-// The tile's sums with late gradients, for all threads once they have met, which they do in shared_by_threads.
-template <int kBytes>
-FUSEDACCUM_DEVICE float* keep_sums(const StepCall& call, const Tile& tile, const Table<Entry, kBytes>& table) {
-  alignas(16) __shared__ float kept[kTile];
-  float* flat = call.flat + tile.flat_start;
-  const OfSegment<kBytes> grads{table, call.late, tile.segment};
-  Kept sums{{kept}, {flat}, call.update.zero, call.partials && !grads[0].is(Entry::fresh())};
-  sum_tile(grads, tile, flat, sums);
-  if (sums.norm) {
-    const double sum = block_sum(sums.squares);
-    if (threadIdx.x == 0) call.partials[blockIdx.x] = sum;
-  }
-  return kept;
-}
-
 // Whether the rule is to be applied to a tile. Where the update is skipped, what was asked of zeroing is done here.
-FUSEDACCUM_DEVICE bool is_updated(const StepCall& call, const Tile& tile, Entry param, bool zero) {
+template <bool kZero>
+FUSEDACCUM_DEVICE bool is_updated(const StepCall& call, const Tile& tile, Entry param) {
   if (param.absent() || (call.live && !call.live[tile.segment])) return false;
   if (call.update.scalars[1] == 0) return true;
-  if (zero) zero_tile(call.flat + tile.flat_start, tile.count);
+  if (kZero) zero_tile(call.flat + tile.flat_start, tile.count);
   return false;
 }
 
@@ -166,27 +130,20 @@ FUSEDACCUM_DEVICE bool is_updated(const StepCall& call, const Tile& tile, Entry 
 template <int kLists, class Launch>
 void launch_steps(const char* op, const Device& device, const Buffer& buffer, const Update& update,
                   const Elements* const (&lists)[kLists], const Launch& launch) {
-  StepCall call{buffer.flat, nullptr, buffer.live, update, 0, 0, {}, {}, nullptr};
-  const Run late{update.late, 0, update.late.count};
+  StepCall call{buffer.flat, nullptr, buffer.live, update, 0, 0, {}};
   const auto any = [&](const Elements* list) {
     return std::any_of(list, list + buffer.count, [](const Elements& e) { return e.data != nullptr; });
   };
   for (int i = 0; i < kLists; ++i) call.slot[i] = any(lists[i]) ? call.stride++ : -1;
   if (call.stride == 0) return;
-  const int most = std::max(late.most(), update.partials ? 1 : 0);
-  call.late = {update.late.scale, 0, call.stride + most, call.stride, most};
-  call.stride += most;
   const auto wanted = [&](int64_t k) { return touched(buffer, k); };
   const auto fill = [&](int64_t k, Entry* entries) {
     for (int i = 0; i < kLists; ++i)
       if (call.slot[i] >= 0) entries[call.slot[i]] = wanted(k) ? Entry::of(lists[i][k]) : Entry{0};
-    late.fill(k, buffer.marks[k], most, entries + call.late.slot);
-    if (most > 0 && (buffer.marks[k] & kFresh) && late.count_of(k) == 0) entries[call.late.slot] = Entry::fresh();
   };
   launch_parts<Entry>(op, device, buffer, call.stride, wanted, fill, [&](const Part& part, const auto& table) {
     call.tiles = buffer.tiles + part.first_tile;
-    call.first_segment = call.late.first_segment = part.begin;
-    call.partials = update.partials ? update.partials + part.first_tile : nullptr;
+    call.first_segment = part.begin;
     launch(part, call, table);
   });
 }

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fusedaccum.ops import ALIGN, FRESH, TOTAL, TOUCHED, VOID
+from fusedaccum.ops import ALIGN, TOTAL, TOUCHED
 
 LOW_AND_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
 SINGLE = (torch.float32,)
@@ -93,86 +93,6 @@ def listed(
             _fail(
                 op, what, "be contiguous", f"strides {tensor.stride()}", "pass .contiguous(), or a view in memory order"
             )
-
-
-def micro_batches(
-    op: str, name: str, scale_name: str, grads: Sequence[Tensor | None], scale: Tensor, flat: Tensor, segments: Tensor
-) -> list[Sequence[Tensor | None]]:
-    """`grads` cut into micro-batches, of which `scale` has an entry each; every one of them like `fold` takes it."""
-    if scale.dtype != torch.float32 or scale.dim() != 1:
-        one(op, scale_name, scale, torch.float32, (max(scale.numel(), 1),), flat.device)
-    one(op, scale_name, scale, torch.float32, (scale.numel(),), flat.device)
-    n, count = segments.shape[0], scale.numel()
-    if len(grads) != count * n:
-        rule = f"have {count * n} entries, one for each segment and each of the {count} entries of {scale_name}"
-        _fail(op, name, rule, len(grads), _PLAN_WAY_OUT)
-    listed(op, name, grads, flat, segments.repeat(count, 1), absent="None")
-    return [grads[j * n : (j + 1) * n] for j in range(count)]
-
-
-def fold(
-    op: str,
-    flat: Tensor,
-    partials: Tensor,
-    segments: Tensor,
-    tiles: Tensor,
-    grads: Sequence[Tensor | None],
-    scale: Tensor,
-) -> list[Sequence[Tensor | None]]:
-    """The arguments that only `fold` has; returns the gradients micro-batch by micro-batch."""
-    one(op, "partials", partials, torch.float64, (tiles.shape[0],), flat.device)
-    batches = micro_batches(op, "grads", "scale", grads, scale, flat, segments)
-    if not batches:
-        _fail(op, "scale", "have at least 1 entry, one for each micro-batch", 0, "pass the scale of each micro-batch")
-    return batches
-
-
-def late(
-    op: str,
-    flat: Tensor,
-    marks: Tensor,
-    segments: Tensor,
-    grads: Sequence[Tensor | None],
-    scale: Tensor,
-    fresh_will_do: bool = False,
-) -> list[Sequence[Tensor | None]]:
-    """Late gradients and the marks of their segments; returns them micro-batch by micro-batch.
-
-    fresh_will_do: a VOID segment that is FRESH needs none.
-    """
-    batches = micro_batches(op, "late", "late_scale", grads, scale, flat, segments)
-    for k, mark in enumerate(marks.tolist()):
-        has = [j for j, batch in enumerate(batches) if batch[k] is not None]
-        if has and not mark & TOUCHED:
-            what = f"late[{has[0] * len(marks) + k}]"
-            rule = f"be of a segment that is TOUCHED, as others are left alone (segment {k})"
-            _fail(op, what, rule, f"mark {mark}", "set its mark, or fold the gradient")
-        needs = mark & TOUCHED and mark & VOID and not (fresh_will_do and mark & FRESH)
-        if needs and not has:
-            rule = f"have a gradient for segment {k}, which is VOID"
-            _fail(op, "late", rule, None, "pass what was held back of it, or fold that first")
-    return batches
-
-
-def late_update(
-    op: str,
-    flat: Tensor,
-    marks: Tensor,
-    live: Tensor | None,
-    segments: Tensor,
-    tiles: Tensor,
-    grads: Sequence[Tensor | None],
-    scale: Tensor,
-    partials: Tensor | None,
-) -> list[Sequence[Tensor | None]]:
-    """What the update rules ask of late gradients and partials; returns the gradients micro-batch by micro-batch."""
-    for name, is_given in (("late", len(grads) > 0), ("partials", partials is not None)):
-        if live is not None and is_given:
-            way_out = "fold first, and have square_total take the norm"
-            _fail(op, name, "be left out where live is given", "both", way_out)
-    if partials is not None:
-        one(op, "partials", partials, torch.float64, (tiles.shape[0],), flat.device)
-    return late(op, flat, marks, segments, grads, scale)
 
 
 def norm(op: str, flat: Tensor, partials: Tensor, tiles: Tensor, total: Tensor) -> None:

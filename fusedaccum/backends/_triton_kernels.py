@@ -179,8 +179,9 @@ def _fold_tile(
         else:
             values = tl.full((BLOCK,), -0.0, tl.float32)  # x + -0.0 is x, whatever x is
         grad = load_block(pointer(address, first + done, CODE, PATH), left, CODE, PATH, BLOCK)
-        # Selects, not products: 0 * inf is not 0, and -0.0 + 0 is not -0.0.
-        values = tl.where(factor == 0, tl.where(touched != 0, values, 0.0), tl.fma(factor, grad, values))
+        # Selects, not products: 0 * inf is not 0, and -0.0 * 0 is not +0.0.
+        values = tl.fma(factor, tl.where(factor == 0, 0.0, grad), values)
+        values = tl.where((factor == 0) & (touched == 0), 0.0, values)
         store_block(target, left, values, FLOAT32, PATH, BLOCK)
         if NORM:
             total += _squares(values, left, PATH, BLOCK)

@@ -16,7 +16,6 @@ from fusedaccum.backends._triton_kernels import (
     TAIL_BLOCK,
     TILE,
     WHOLE,
-    _squares,
     counts,
     is_aligned,
     load_block,
@@ -24,8 +23,6 @@ from fusedaccum.backends._triton_kernels import (
     store_block,
     tile_row,
 )
-from fusedaccum.backends._triton_random import random_bits
-from fusedaccum.backends._triton_sums import code_of, has_norm, late_are_aligned, read_sum
 
 
 @triton.jit
@@ -49,24 +46,49 @@ def _decayed(g, p, lr, weight_decay, decoupled):
 
 
 @triton.jit
+def _code(KIND: tl.constexpr, LIST: tl.constexpr):
+    """What `kind` says of a list: its tensor's dtype, or ABSENT."""
+    CODE: tl.constexpr = (KIND >> (2 * LIST)) & 3
+    return CODE
+
+
+@triton.jit
 def _are_aligned(lists, KIND: tl.constexpr):
     aligned = True
     for LIST in tl.static_range(len(lists)):
-        if code_of(KIND, LIST) != ABSENT:
-            aligned &= is_aligned(lists[LIST], code_of(KIND, LIST))
+        if _code(KIND, LIST) != ABSENT:
+            aligned &= is_aligned(lists[LIST], _code(KIND, LIST))
     return aligned
 
 
 @triton.jit
 def _read(lists, at, left, KIND: tl.constexpr, LIST: tl.constexpr, PATH: tl.constexpr, BLOCK: tl.constexpr):
-    CODE: tl.constexpr = code_of(KIND, LIST)
+    CODE: tl.constexpr = _code(KIND, LIST)
     return load_block(pointer(lists[LIST], at, CODE, PATH), left, CODE, PATH, BLOCK)
 
 
 @triton.jit
 def _write(lists, at, left, values, KIND: tl.constexpr, LIST: tl.constexpr, PATH: tl.constexpr, BLOCK: tl.constexpr):
-    CODE: tl.constexpr = code_of(KIND, LIST)
+    CODE: tl.constexpr = _code(KIND, LIST)
     store_block(pointer(lists[LIST], at, CODE, PATH), left, values, CODE, PATH, BLOCK)
+
+
+@triton.jit
+def _random_bits(noise, first, BLOCK: tl.constexpr):
+    """16 random bits for each of BLOCK elements of a segment from `first` on, a multiple of 4.
+
+    A lane makes those of 4 neighbours, which in full tiles are what its thread has of every stream, so that none are
+    exchanged; it takes the half of a block of Philox that belongs to them. noise: pointers to (seed, stream, number of
+    the update), which are read here: the keys of all rounds, kept from one call to the next, would take more registers
+    than there are.
+    """
+    pack = first // 4 + tl.arange(0, BLOCK // 4)
+    low, high = (pack >> 1).to(tl.uint32), (pack >> 33).to(tl.uint32)
+    seed, stream, update = tl.load(noise[0]), tl.load(noise[1]), tl.load(noise[2])
+    a, b, c, d = tl.philox(seed, low, high, stream.to(tl.uint32), update.to(tl.uint32))
+    upper = pack % 2 == 1
+    words = tl.join(tl.where(upper, c, a), tl.where(upper, d, b))
+    return tl.reshape(tl.join(words & 0xFFFF, words >> 16), (BLOCK,))
 
 
 @triton.jit
@@ -83,11 +105,11 @@ def _write_param(
     BLOCK: tl.constexpr,
 ):
     """Store the parameter: rounded stochastically where RANDOM says so, it is bfloat16 and has no master."""
-    if RANDOM and not HAS_MASTER and code_of(KIND, 0) == BFLOAT16:
+    if RANDOM and not HAS_MASTER and _code(KIND, 0) == BFLOAT16:
         bits = p.to(tl.uint32, bitcast=True)
         # Not from the largest finite bfloat16 on, which must not become infinite by chance: `store_block` rounds those.
         small = (bits & 0x7FFFFFFF) < 0x7F7F0000
-        cut = (bits + random_bits(noise, at, BLOCK)) & 0xFFFF0000
+        cut = (bits + _random_bits(noise, at, BLOCK)) & 0xFFFF0000
         p = tl.where(small, cut, bits).to(tl.float32, bitcast=True)
     _write(lists, at, left, p, KIND, 0, PATH, BLOCK)
 
@@ -116,60 +138,18 @@ def _by_kind(
     count,
     noise,
     kind,
-    late,
     KINDS: tl.constexpr,
     RANDOM: tl.constexpr,
     ZERO: tl.constexpr,
-    LATE: tl.constexpr,
-    NORM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Apply a rule, `_adam_tile` or `_sgd_tile`, to a tile of one of KINDS: the kinds there is code for."""
-    # Squares are added in the order of full tiles: a pass of its own gives the same bits.
-    SOME: tl.constexpr = BLOCK if NORM else TAIL_BLOCK
     for k in tl.static_range(len(KINDS)):
         if kind == KINDS[k]:
-            aligned = _are_aligned(lists, KINDS[k])
-            if LATE is not None:
-                aligned &= late_are_aligned(late[0], late[1], KINDS[k], len(lists) + 1, LATE)
-            if (count == TILE) & aligned:
-                RULE(
-                    flat,
-                    scalars,
-                    row,
-                    step,
-                    lists,
-                    place,
-                    TILE,
-                    noise,
-                    late,
-                    KINDS[k],
-                    RANDOM,
-                    ZERO,
-                    LATE,
-                    NORM,
-                    WHOLE,
-                    BLOCK,
-                )
+            if (count == TILE) & _are_aligned(lists, KINDS[k]):
+                RULE(flat, scalars, row, step, lists, place, TILE, noise, KINDS[k], RANDOM, ZERO, WHOLE, BLOCK)
             else:
-                RULE(
-                    flat,
-                    scalars,
-                    row,
-                    step,
-                    lists,
-                    place,
-                    count,
-                    noise,
-                    late,
-                    KINDS[k],
-                    RANDOM,
-                    ZERO,
-                    LATE,
-                    NORM,
-                    TAIL,
-                    SOME,
-                )
+                RULE(flat, scalars, row, step, lists, place, count, noise, KINDS[k], RANDOM, ZERO, TAIL, TAIL_BLOCK)
 
 
 @triton.jit(do_not_specialize=["segment_count"])
@@ -184,21 +164,15 @@ def adam_tiles(
     random,
     table,
     segment_count,
-    late_scale,
-    partials,
     KINDS: tl.constexpr,
     LIVE: tl.constexpr,
     RANDOM: tl.constexpr,
     ZERO: tl.constexpr,
-    LATE: tl.constexpr,
-    NORM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """KINDS: the kinds that may occur. For others there is no code."""
-    tile = tl.program_id(0).to(tl.int64)
-    segment, first, start, count = tile_row(tiles, tile)
+    segment, first, start, count = tile_row(tiles, tl.program_id(0).to(tl.int64))
     entry = table + segment
-    late = (entry, segment_count, late_scale, partials + tile)
     word = tl.load(entry)
     if counts(word, live, segment, LIVE):
         if tl.load(scalars + 1) == 0:
@@ -210,25 +184,7 @@ def adam_tiles(
             place, noise = (first, start), (random, random + 2 + segment, random + 1)
             # Without amsgrad v_max is neither read nor written, though there may be one from before.
             kind = tl.where(tl.load(row + 6) != 0, word >> 1, (word >> 1) & ~(3 << 6))
-            _by_kind(
-                _adam_tile,
-                flat,
-                scalars,
-                row,
-                step,
-                lists,
-                place,
-                count,
-                noise,
-                kind,
-                late,
-                KINDS,
-                RANDOM,
-                ZERO,
-                LATE,
-                NORM,
-                BLOCK,
-            )
+            _by_kind(_adam_tile, flat, scalars, row, step, lists, place, count, noise, kind, KINDS, RANDOM, ZERO, BLOCK)
         elif ZERO:
             _zero_tile(flat, start, count)
 
@@ -243,19 +199,16 @@ def _adam_tile(
     place,
     count,
     noise,
-    late,
     KIND: tl.constexpr,
     RANDOM: tl.constexpr,
     ZERO: tl.constexpr,
-    LATE: tl.constexpr,
-    NORM: tl.constexpr,
     PATH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """`row` points at the group's hyper-parameters, in the order of ops.ADAM_COLUMNS."""
     first, start = place
-    HAS_MAX: tl.constexpr = code_of(KIND, 3) != ABSENT
-    HAS_MASTER: tl.constexpr = code_of(KIND, 4) != ABSENT
+    HAS_MAX: tl.constexpr = _code(KIND, 3) != ABSENT
+    HAS_MASTER: tl.constexpr = _code(KIND, 4) != ABSENT
     lr, beta1, beta2, eps = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
     weight_decay, decoupled = tl.load(row + 4), tl.load(row + 5)
     multiplier = tl.load(scalars)
@@ -266,13 +219,9 @@ def _adam_tile(
     rooted_eps = (eps * root).to(tl.float32)
     rise1, rise2, keep2 = (1.0 - beta1).to(tl.float32), (1.0 - beta2).to(tl.float32), beta2.to(tl.float32)
 
-    LISTS: tl.constexpr = len(lists)
-    total = tl.zeros((BLOCK // 4,), tl.float64)
     for done in range(0, count, BLOCK):
         at, left = first + done, count - done
-        g = read_sum(flat + (start + done), late, at, left, KIND, LISTS, LATE, PATH, BLOCK)
-        if has_norm(KIND, LISTS, NORM):
-            total += _squares(g, left, PATH, BLOCK)
+        g = load_block(flat + (start + done), left, FLOAT32, PATH, BLOCK)
         p = _read(lists, at, left, KIND, 4 if HAS_MASTER else 0, PATH, BLOCK)
         m = _read(lists, at, left, KIND, 1, PATH, BLOCK)
         v = _read(lists, at, left, KIND, 2, PATH, BLOCK)
@@ -295,8 +244,6 @@ def _adam_tile(
             # The load above may have another layout: every thread must have its elements before one stores a zero.
             tl.debug_barrier()
             _zero(flat + (start + done), left, PATH, BLOCK)
-    if has_norm(KIND, LISTS, NORM):
-        tl.store(late[3], tl.sum(total))
 
 
 @triton.jit(do_not_specialize=["segment_count"])
@@ -311,21 +258,15 @@ def sgd_tiles(
     random,
     table,
     segment_count,
-    late_scale,
-    partials,
     KINDS: tl.constexpr,
     LIVE: tl.constexpr,
     RANDOM: tl.constexpr,
     ZERO: tl.constexpr,
-    LATE: tl.constexpr,
-    NORM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """KINDS: as in `adam_tiles`."""
-    tile = tl.program_id(0).to(tl.int64)
-    segment, first, start, count = tile_row(tiles, tile)
+    segment, first, start, count = tile_row(tiles, tl.program_id(0).to(tl.int64))
     entry = table + segment
-    late = (entry, segment_count, late_scale, partials + tile)
     word = tl.load(entry)
     if counts(word, live, segment, LIVE):
         if tl.load(scalars + 1) == 0:
@@ -336,25 +277,7 @@ def sgd_tiles(
             place, noise = (first, start), (random, random + 2 + segment, random + 1)
             # Without momentum its buffer is neither read nor written, though there may be one from before.
             kind = tl.where(tl.load(row + 1) != 0, word >> 1, (word >> 1) & ~(3 << 2))
-            _by_kind(
-                _sgd_tile,
-                flat,
-                scalars,
-                row,
-                step,
-                lists,
-                place,
-                count,
-                noise,
-                kind,
-                late,
-                KINDS,
-                RANDOM,
-                ZERO,
-                LATE,
-                NORM,
-                BLOCK,
-            )
+            _by_kind(_sgd_tile, flat, scalars, row, step, lists, place, count, noise, kind, KINDS, RANDOM, ZERO, BLOCK)
         elif ZERO:
             _zero_tile(flat, start, count)
 
@@ -369,31 +292,24 @@ def _sgd_tile(
     place,
     count,
     noise,
-    late,
     KIND: tl.constexpr,
     RANDOM: tl.constexpr,
     ZERO: tl.constexpr,
-    LATE: tl.constexpr,
-    NORM: tl.constexpr,
     PATH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """`row` points at the group's hyper-parameters, in the order of ops.SGD_COLUMNS."""
     first, start = place
-    HAS_BUFFER: tl.constexpr = code_of(KIND, 1) != ABSENT
-    HAS_MASTER: tl.constexpr = code_of(KIND, 2) != ABSENT
+    HAS_BUFFER: tl.constexpr = _code(KIND, 1) != ABSENT
+    HAS_MASTER: tl.constexpr = _code(KIND, 2) != ABSENT
     lr, momentum, dampening = tl.load(row), tl.load(row + 1).to(tl.float32), tl.load(row + 2)
     weight_decay, nesterov = tl.load(row + 3), tl.load(row + 4)
     multiplier = tl.load(scalars)
     multiplier = tl.where(tl.load(row + 5) != 0, -multiplier, multiplier)
 
-    LISTS: tl.constexpr = len(lists)
-    total = tl.zeros((BLOCK // 4,), tl.float64)
     for done in range(0, count, BLOCK):
         at, left = first + done, count - done
-        g = read_sum(flat + (start + done), late, at, left, KIND, LISTS, LATE, PATH, BLOCK)
-        if has_norm(KIND, LISTS, NORM):
-            total += _squares(g, left, PATH, BLOCK)
+        g = load_block(flat + (start + done), left, FLOAT32, PATH, BLOCK)
         p = _read(lists, at, left, KIND, 2 if HAS_MASTER else 0, PATH, BLOCK)
         if HAS_BUFFER:
             b = _read(lists, at, left, KIND, 1, PATH, BLOCK)
@@ -410,5 +326,3 @@ def _sgd_tile(
             # The load above may have another layout: every thread must have its elements before one stores a zero.
             tl.debug_barrier()
             _zero(flat + (start + done), left, PATH, BLOCK)
-    if has_norm(KIND, LISTS, NORM):
-        tl.store(late[3], tl.sum(total))

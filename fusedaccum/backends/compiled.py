@@ -36,10 +36,10 @@ if _C.CUDA_STATUS == "built":
 # Operators launch kernels and do nothing else on a GPU, so that a CUDA graph can hold them.
 CAPTURABLE = True
 
-_OPERATORS = ("fold", "check_grads", "found_inf", "square_total", "close_window", "rescale", "emit", "adam", "sgd")
+_OPERATORS = ("fold", "found_inf", "square_total", "close_window", "rescale", "emit", "adam", "sgd")
 _ops = torch.ops.fusedaccum
-_fold, _check_grads, _found_inf, _square_total = (getattr(_ops, name).default for name in _OPERATORS[:4])
-_close_window, _rescale, _emit, _adam, _sgd = (getattr(_ops, name).default for name in _OPERATORS[4:])
+_fold, _found_inf, _square_total, _close_window = (getattr(_ops, name).default for name in _OPERATORS[:4])
+_rescale, _emit, _adam, _sgd = (getattr(_ops, name).default for name in _OPERATORS[4:])
 
 
 def build_info() -> dict[str, Any]:
@@ -94,10 +94,6 @@ def fold(
     increment_version((flat, partials, marks) if live is None else (flat, partials, marks, live))
 
 
-def check_grads(flat: Tensor, marks: Tensor, segments: Tensor, tiles: Tensor, grads: Sequence[Tensor | None]) -> None:
-    _check_grads(flat, marks, segments, tiles, grads)
-
-
 def found_inf(
     flat: Tensor, marks: Tensor, segments: Tensor, tiles: Tensor, grads: Sequence[Tensor | None], found_inf: Tensor
 ) -> None:
@@ -105,17 +101,8 @@ def found_inf(
     increment_version(found_inf)
 
 
-def square_total(
-    flat: Tensor,
-    partials: Tensor,
-    marks: Tensor,
-    segments: Tensor,
-    tiles: Tensor,
-    late: Sequence[Tensor | None],
-    late_scale: Tensor,
-    total: Tensor,
-) -> None:
-    _square_total(flat, partials, marks, segments, tiles, late, late_scale, total)
+def square_total(flat: Tensor, partials: Tensor, marks: Tensor, segments: Tensor, tiles: Tensor, total: Tensor) -> None:
+    _square_total(flat, partials, marks, segments, tiles, total)
     increment_version((partials, marks, total))
 
 
@@ -166,16 +153,13 @@ def adam(
     exp_avg_sqs: Sequence[Tensor],
     max_exp_avg_sqs: Sequence[Tensor],
     masters: Sequence[Tensor],
-    late: Sequence[Tensor | None],
-    late_scale: Tensor,
-    partials: Tensor | None,
     random: Tensor | None,
     zero: bool,
 ) -> None:
-    lists = (params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters)
-    last = (late, late_scale, partials, random, zero)
-    _adam(flat, marks, live, segments, tiles, scalars, steps, groups, hyper, *lists, *last)
-    _updated(flat, marks, lists, partials, zero)
+    moments = (exp_avgs, exp_avg_sqs, max_exp_avg_sqs)
+    _adam(flat, marks, live, segments, tiles, scalars, steps, groups, hyper, params, *moments, masters, random, zero)
+    written = [*params, *exp_avgs, *exp_avg_sqs, *max_exp_avg_sqs, *masters]
+    increment_version([flat, *written] if zero else written)
 
 
 def sgd(
@@ -191,27 +175,13 @@ def sgd(
     params: Sequence[Tensor],
     momentum_buffers: Sequence[Tensor],
     masters: Sequence[Tensor],
-    late: Sequence[Tensor | None],
-    late_scale: Tensor,
-    partials: Tensor | None,
     random: Tensor | None,
     zero: bool,
 ) -> None:
-    lists = (params, momentum_buffers, masters)
-    last = (late, late_scale, partials, random, zero)
-    _sgd(flat, marks, live, segments, tiles, scalars, steps, groups, hyper, *lists, *last)
-    _updated(flat, marks, lists, partials, zero)
-
-
-def _updated(
-    flat: Tensor, marks: Tensor, lists: tuple[Sequence[Tensor], ...], partials: Tensor | None, zero: bool
-) -> None:
-    written = [tensor for tensors in lists for tensor in tensors]
-    if zero:
-        written.append(flat)
-    if partials is not None:
-        written += [partials, marks]
-    increment_version(written)
+    buffers = (momentum_buffers, masters)
+    _sgd(flat, marks, live, segments, tiles, scalars, steps, groups, hyper, params, *buffers, random, zero)
+    written = [*params, *momentum_buffers, *masters]
+    increment_version([flat, *written] if zero else written)
 
 
 def _fake(name: str, arguments: list[str]) -> Callable[..., None]:
@@ -236,9 +206,9 @@ def complete(namespace: str) -> torch.library.Library:
     """Give the operators of a C++ library what torch asks of an operator beside its kernels. Keep what is returned."""
     operators = getattr(torch.ops, namespace)
 
-    def resolved(operator: Any, listed: str) -> Callable[..., None]:
+    def resolved(operator: Any) -> Callable[..., None]:
         """The dispatcher comes here where a gradient is marked as negated lazily: a kernel reads memory, not marks."""
-        at = [argument.name for argument in operator._schema.arguments].index(listed)
+        at = [argument.name for argument in operator._schema.arguments].index("grads")
 
         def call(*arguments: Any) -> None:
             grads = [grad if grad is None else grad.resolve_neg() for grad in arguments[at]]
@@ -253,10 +223,8 @@ def complete(namespace: str) -> torch.library.Library:
         arguments = [argument.name for argument in operator._schema.arguments]
         torch.library.register_fake(operator, _fake(name, arguments))
         library.impl(name, torch.library.fallthrough_kernel, "Autograd")
-    for name in ("fold", "check_grads", "found_inf"):
-        library.impl(name, resolved(getattr(operators, name).default, "grads"), "Negative")
-    for name in ("square_total", "adam", "sgd"):
-        library.impl(name, resolved(getattr(operators, name).default, "late"), "Negative")
+    for name in ("fold", "found_inf"):
+        library.impl(name, resolved(getattr(operators, name).default), "Negative")
     return library
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fusedaccum.backends import _checks as check
 from fusedaccum.backends._reference_random import stochastic
-from fusedaccum.ops import ADAM_COLUMNS, FRESH, SGD_COLUMNS, TOUCHED, VOID
+from fusedaccum.ops import ADAM_COLUMNS, FRESH, SGD_COLUMNS, TOUCHED
 
 
 def why_not(device: torch.device) -> str | None:
@@ -53,22 +53,25 @@ def fold(
     norm: bool,
 ) -> None:
     check.plan("fold", flat, marks, segments, tiles, live)
-    batches = check.fold("fold", flat, partials, segments, tiles, grads, scale)
+    check.one("fold", "partials", partials, torch.float64, (tiles.shape[0],), flat.device)
+    check.one("fold", "scale", scale, torch.float32, (1,), flat.device)
+    check.listed("fold", "grads", grads, flat, segments, absent="None")
 
-    for k, own in _present(batches):
-        total = _sum(flat, marks, segments, k, own, scale)
-        if norm:
-            _sum_squares(partials, tiles, k, total)
-        _segment(flat, segments, k).copy_(total)
+    for k, grad in enumerate(grads):
+        if grad is None:
+            continue
+        master_grad = _segment(flat, segments, k)
+        # A select, not a product: 0 * inf is not 0.
+        addend = torch.where(scale == 0, 0.0, grad.view(-1).float())
+        if marks[k] & TOUCHED:
+            master_grad.copy_(fma(scale, addend, master_grad))
+        else:
+            master_grad.copy_(torch.where(scale == 0, 0.0, scale * addend))
         marks[k] = TOUCHED | FRESH if norm else TOUCHED
-        is_there = torch.tensor([grad is not None for grad in own], device=scale.device)
-        if live is not None and total.numel() > 0 and (is_there & (scale != 0)).any():
+        if live is not None and grad.numel() > 0 and scale != 0:
             live[k] = 1
-
-
-def check_grads(flat: Tensor, marks: Tensor, segments: Tensor, tiles: Tensor, grads: Sequence[Tensor | None]) -> None:
-    check.plan("check_grads", flat, marks, segments, tiles)
-    check.listed("check_grads", "grads", grads, flat, segments, absent="None")
+    if norm:
+        _sum_squares(flat, partials, tiles, [grad is not None for grad in grads])
 
 
 @torch.no_grad()
@@ -83,26 +86,13 @@ def found_inf(
 
 
 @torch.no_grad()
-def square_total(
-    flat: Tensor,
-    partials: Tensor,
-    marks: Tensor,
-    segments: Tensor,
-    tiles: Tensor,
-    late: Sequence[Tensor | None],
-    late_scale: Tensor,
-    total: Tensor,
-) -> None:
+def square_total(flat: Tensor, partials: Tensor, marks: Tensor, segments: Tensor, tiles: Tensor, total: Tensor) -> None:
     check.plan("square_total", flat, marks, segments, tiles)
     check.norm("square_total", flat, partials, tiles, total)
-    batches = check.late("square_total", flat, marks, segments, late, late_scale, fresh_will_do=True)
 
-    for k in _touched(marks):
-        own = [batch[k] for batch in batches]
-        if any(grad is not None for grad in own) or not marks[k] & FRESH:
-            _sum_squares(partials, tiles, k, _sum(flat, marks, segments, k, own, late_scale))
-            marks[k] |= FRESH
+    _sum_squares(flat, partials, tiles, (marks == TOUCHED).tolist())
     touched = (marks & TOUCHED) != 0
+    marks[touched] = TOUCHED | FRESH
     # Partials of untouched segments are left over from earlier windows, and may be anything.
     total[0] = torch.where(touched.to(flat.device)[tiles[:, 0]], partials, 0.0).sum()
 
@@ -178,15 +168,11 @@ def adam(
     exp_avg_sqs: Sequence[Tensor],
     max_exp_avg_sqs: Sequence[Tensor],
     masters: Sequence[Tensor],
-    late: Sequence[Tensor | None],
-    late_scale: Tensor,
-    partials: Tensor | None,
     random: Tensor | None,
     zero: bool,
 ) -> None:
     check.plan("adam", flat, marks, segments, tiles, live)
     check.update("adam", flat, segments, scalars, steps, groups, hyper, ADAM_COLUMNS, random)
-    batches = check.late_update("adam", flat, marks, live, segments, tiles, late, late_scale, partials)
     check.listed("adam", "params", params, flat, segments, absent="empty", marks=marks)
     check.listed("adam", "exp_avgs", exp_avgs, flat, segments, absent="empty", marks=marks)
     check.listed("adam", "exp_avg_sqs", exp_avg_sqs, flat, segments, absent="empty", marks=marks)
@@ -195,14 +181,11 @@ def adam(
 
     multiplier, skip, _ = scalars
     for k in _touched(marks, live):
-        total = _sum(flat, marks, segments, k, [batch[k] for batch in batches], late_scale)
-        if partials is not None:
-            _sum_squares(partials, tiles, k, total)
-            marks[k] |= FRESH
-        if total.numel() and not skip:
+        master_grad = _segment(flat, segments, k)
+        if master_grad.numel() and not skip:
             option = dict(zip(ADAM_COLUMNS, hyper[groups[k]], strict=True))
             p = _entry(masters, k) if _has(masters, k) else _entry(params, k)
-            g = total * (-multiplier if option["maximize"] else multiplier)
+            g = master_grad * (-multiplier if option["maximize"] else multiplier)
             p, m, v, v_max = _adam_rule(
                 option,
                 steps[k].double(),
@@ -220,7 +203,7 @@ def adam(
             if _has(masters, k):
                 _store(masters[k], p)
         if zero:
-            _segment(flat, segments, k).zero_()
+            master_grad.zero_()
 
 
 def _adam_rule(
@@ -258,29 +241,22 @@ def sgd(
     params: Sequence[Tensor],
     momentum_buffers: Sequence[Tensor],
     masters: Sequence[Tensor],
-    late: Sequence[Tensor | None],
-    late_scale: Tensor,
-    partials: Tensor | None,
     random: Tensor | None,
     zero: bool,
 ) -> None:
     check.plan("sgd", flat, marks, segments, tiles, live)
     check.update("sgd", flat, segments, scalars, steps, groups, hyper, SGD_COLUMNS, random)
-    batches = check.late_update("sgd", flat, marks, live, segments, tiles, late, late_scale, partials)
     check.listed("sgd", "params", params, flat, segments, absent="empty", marks=marks)
     check.listed("sgd", "momentum_buffers", momentum_buffers, flat, segments, absent="empty")
     check.listed("sgd", "masters", masters, flat, segments, check.SINGLE, absent="empty")
 
     multiplier, skip, _ = scalars
     for k in _touched(marks, live):
-        total = _sum(flat, marks, segments, k, [batch[k] for batch in batches], late_scale)
-        if partials is not None:
-            _sum_squares(partials, tiles, k, total)
-            marks[k] |= FRESH
-        if total.numel() and not skip:
+        master_grad = _segment(flat, segments, k)
+        if master_grad.numel() and not skip:
             option = dict(zip(SGD_COLUMNS, hyper[groups[k]], strict=True))
             p = _entry(masters, k) if _has(masters, k) else _entry(params, k)
-            g = total * (-multiplier if option["maximize"] else multiplier)
+            g = master_grad * (-multiplier if option["maximize"] else multiplier)
             if option["weight_decay"] != 0:
                 g = fma(option["weight_decay"].float(), p, g)
             if option["momentum"] != 0 and _has(momentum_buffers, k):
@@ -295,7 +271,7 @@ def sgd(
             if _has(masters, k):
                 _store(masters[k], p)
         if zero:
-            _segment(flat, segments, k).zero_()
+            master_grad.zero_()
 
 
 def _touched(marks: Tensor, live: Tensor | None = None) -> Iterator[int]:
@@ -327,29 +303,8 @@ def _store(tensor: Tensor, values: Tensor) -> None:
     tensor.view(-1).copy_(values)
 
 
-def _present(batches: list[Sequence[Tensor | None]]) -> Iterator[tuple[int, list[Tensor | None]]]:
-    """Each segment for which a micro-batch has a gradient, and its gradients, micro-batch by micro-batch."""
-    return ((k, list(own)) for k, own in enumerate(zip(*batches, strict=True)) if any(g is not None for g in own))
-
-
-def _sum(
-    flat: Tensor, marks: Tensor, segments: Tensor, k: int, grads: Sequence[Tensor | None], scale: Tensor
-) -> Tensor:
-    """What segment k has, and these gradients, added one after the other: a tensor of its own."""
-    total = _segment(flat, segments, k).clone() if marks[k] & (TOUCHED | VOID) == TOUCHED else None
-    for grad, factor in zip(grads, scale, strict=True):
-        if grad is None:
-            continue
-        # Selects, not products: 0 * inf is not 0.
-        if total is None:
-            total = torch.where(factor == 0, 0.0, factor * grad.view(-1).float())
-        else:
-            total = torch.where(factor == 0, total, fma(factor, grad.view(-1).float(), total))
-    return total
-
-
-def _sum_squares(partials: Tensor, tiles: Tensor, k: int, values: Tensor) -> None:
-    """partials = the sum of squares of the elements of each tile of segment k, which holds `values`."""
-    for t in torch.nonzero(tiles[:, 0] == k).flatten().tolist():
-        _, start, _, count = tiles[t].tolist()
-        partials[t] = values[start : start + count].double().square().sum()
+def _sum_squares(flat: Tensor, partials: Tensor, tiles: Tensor, wanted: list[bool]) -> None:
+    """partials = the sum of squares of the elements of each tile whose segment is wanted."""
+    for t, (k, _, start, count) in enumerate(tiles.tolist()):
+        if wanted[k]:
+            partials[t] = flat[start : start + count].double().square().sum()

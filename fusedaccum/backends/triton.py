@@ -17,10 +17,13 @@ from torch import Tensor
 from fusedaccum.backends import _checks as check
 from fusedaccum.backends import _triton_kernels as kernels
 from fusedaccum.backends import _triton_rules as rules
-from fusedaccum.backends import _triton_sums as sums
-from fusedaccum.backends import _triton_tables as tables
 from fusedaccum.ops import ADAM_COLUMNS, FRESH, SGD_COLUMNS, TOUCHED
 
+_CODES = {
+    torch.float32: kernels.FLOAT32.value,
+    torch.bfloat16: kernels.BFLOAT16.value,
+    torch.float16: kernels.FLOAT16.value,
+}
 _INTERPRETED = not isinstance(kernels.fold_tiles, triton.JITFunction)
 
 # Elements of a full tile that a program holds at a time: 8 for each of 256 threads. In-place kernels are not autotuned:
@@ -52,26 +55,19 @@ def fold(
     norm: bool,
 ) -> None:
     check.plan("fold", flat, marks, segments, tiles, live)
-    check.fold("fold", flat, partials, segments, tiles, grads, scale)
+    check.one("fold", "partials", partials, torch.float64, (tiles.shape[0],), flat.device)
+    check.one("fold", "scale", scale, torch.float32, (1,), flat.device)
+    check.listed("fold", "grads", grads, flat, segments, absent="None")
 
-    grads = tables.resolved(grads)
+    # A kernel reads memory, not the mark of a lazily negated tensor.
+    grads = [grad.resolve_neg() if grad is not None and grad.is_neg() else grad for grad in grads]
+    table = _gradients("fold", grads, marks, flat)
     pointer, has_live = _switch(live, flat)
-    n = marks.numel()
-    for begin in range(0, scale.numel(), _MOST_BATCHES):
-        run = grads[begin * n : (begin + _MOST_BATCHES) * n]
-        factors = scale[begin : begin + _MOST_BATCHES]
-        if len(run) == n:
-            arguments = (flat, partials, pointer, tiles, _gradients("fold", run, marks, flat), n, factors)
-            _launch(kernels.fold_tiles, tiles.shape[0], *arguments, LIVE=has_live, NORM=bool(norm), BLOCK=BLOCK)
-        else:
-            _sum_several("fold", flat, partials, marks, pointer, tiles, run, factors, has_live, bool(norm), True)
-        marks.masked_fill_(tables.present(run, n), TOUCHED | FRESH if norm else TOUCHED)
+    arguments = (flat, partials, pointer, tiles, table, len(grads), scale)
+    _launch(kernels.fold_tiles, tiles.shape[0], *arguments, LIVE=has_live, NORM=bool(norm), BLOCK=BLOCK)
+    present = torch.tensor([grad is not None for grad in grads], dtype=torch.bool, device="cpu")
+    marks.masked_fill_(present, TOUCHED | FRESH if norm else TOUCHED)
     torch.autograd.graph.increment_version([flat, partials] if live is None else [flat, partials, live])
-
-
-def check_grads(flat: Tensor, marks: Tensor, segments: Tensor, tiles: Tensor, grads: Sequence[Tensor | None]) -> None:
-    check.plan("check_grads", flat, marks, segments, tiles)
-    check.listed("check_grads", "grads", grads, flat, segments, absent="None")
 
 
 def found_inf(
@@ -86,30 +82,16 @@ def found_inf(
     _launch(kernels.found_inf_tiles, tiles.shape[0], found_inf, tiles, table, len(grads), BLOCK=BLOCK)
 
 
-def square_total(
-    flat: Tensor,
-    partials: Tensor,
-    marks: Tensor,
-    segments: Tensor,
-    tiles: Tensor,
-    late: Sequence[Tensor | None],
-    late_scale: Tensor,
-    total: Tensor,
-) -> None:
+def square_total(flat: Tensor, partials: Tensor, marks: Tensor, segments: Tensor, tiles: Tensor, total: Tensor) -> None:
     check.plan("square_total", flat, marks, segments, tiles)
     check.norm("square_total", flat, partials, tiles, total)
-    check.late("square_total", flat, marks, segments, late, late_scale, fresh_will_do=True)
-    if len(late) > 0:
-        late = tables.resolved(late)
-        _refuse_many("square_total", late_scale)
-        _sum_several("square_total", flat, partials, marks, flat, tiles, late, late_scale, False, True, False)
-        marks.bitwise_or_(tables.present(late, marks.numel()).to(torch.uint8) * FRESH)
+
     known = _to_device("square_total", marks, flat)
-    stale = (marks & (TOUCHED | FRESH)) == TOUCHED
+    stale = marks == TOUCHED
     if stale.any():
         _launch(kernels.sum_stale_tiles, tiles.shape[0], flat, partials, known, tiles, BLOCK=BLOCK)
     _launch(kernels.sum_partials, 1, partials, known, tiles, total, tiles.shape[0], BLOCK=SUM_BLOCK)
-    marks.bitwise_or_(stale.to(torch.uint8) * FRESH)
+    marks.masked_fill_(stale, TOUCHED | FRESH)
     torch.autograd.graph.increment_version([partials, total])
 
 
@@ -156,7 +138,7 @@ def emit(
     check.one("emit", "scalars", scalars, torch.float32, (3,), flat.device)
     check.listed("emit", "grads", grads, flat, segments, absent="empty", marks=marks)
 
-    words, addresses = tables.listed([grads], marks)
+    words, addresses = _listed([grads], marks)
     pointer, has_live = _switch(live, flat)
     arguments = (flat, pointer, tiles, scalars, _to_device("emit", words + addresses, flat), len(words))
     _launch(kernels.emit_tiles, tiles.shape[0], *arguments, LIVE=has_live, BLOCK=BLOCK)
@@ -178,24 +160,19 @@ def adam(
     exp_avg_sqs: Sequence[Tensor],
     max_exp_avg_sqs: Sequence[Tensor],
     masters: Sequence[Tensor],
-    late: Sequence[Tensor | None],
-    late_scale: Tensor,
-    partials: Tensor | None,
     random: Tensor | None,
     zero: bool,
 ) -> None:
     check.plan("adam", flat, marks, segments, tiles, live)
     check.update("adam", flat, segments, scalars, steps, groups, hyper, ADAM_COLUMNS, random)
-    check.late_update("adam", flat, marks, live, segments, tiles, late, late_scale, partials)
     check.listed("adam", "params", params, flat, segments, absent="empty", marks=marks)
     check.listed("adam", "exp_avgs", exp_avgs, flat, segments, absent="empty", marks=marks)
     check.listed("adam", "exp_avg_sqs", exp_avg_sqs, flat, segments, absent="empty", marks=marks)
     check.listed("adam", "max_exp_avg_sqs", max_exp_avg_sqs, flat, segments, absent="empty")
     check.listed("adam", "masters", masters, flat, segments, check.SINGLE, absent="empty")
 
-    added = (late, late_scale, partials)
     lists = [params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters]
-    _step("adam", rules.adam_tiles, flat, marks, live, tiles, scalars, steps, groups, hyper, lists, added, random, zero)
+    _step("adam", rules.adam_tiles, flat, marks, live, tiles, scalars, steps, groups, hyper, lists, random, zero)
 
 
 def sgd(
@@ -211,22 +188,17 @@ def sgd(
     params: Sequence[Tensor],
     momentum_buffers: Sequence[Tensor],
     masters: Sequence[Tensor],
-    late: Sequence[Tensor | None],
-    late_scale: Tensor,
-    partials: Tensor | None,
     random: Tensor | None,
     zero: bool,
 ) -> None:
     check.plan("sgd", flat, marks, segments, tiles, live)
     check.update("sgd", flat, segments, scalars, steps, groups, hyper, SGD_COLUMNS, random)
-    check.late_update("sgd", flat, marks, live, segments, tiles, late, late_scale, partials)
     check.listed("sgd", "params", params, flat, segments, absent="empty", marks=marks)
     check.listed("sgd", "momentum_buffers", momentum_buffers, flat, segments, absent="empty")
     check.listed("sgd", "masters", masters, flat, segments, check.SINGLE, absent="empty")
 
-    added = (late, late_scale, partials)
     lists = [params, momentum_buffers, masters]
-    _step("sgd", rules.sgd_tiles, flat, marks, live, tiles, scalars, steps, groups, hyper, lists, added, random, zero)
+    _step("sgd", rules.sgd_tiles, flat, marks, live, tiles, scalars, steps, groups, hyper, lists, random, zero)
 
 
 def _step(
@@ -241,33 +213,20 @@ def _step(
     groups: Tensor,
     hyper: Tensor,
     lists: list[Sequence[Tensor]],
-    added: tuple[Sequence[Tensor | None], Tensor, Tensor | None],
     random: Tensor | None,
     zero: bool,
 ) -> None:
-    late, scale, partials = tables.resolved(added[0]), *added[1:]  # held until the launch
-    _refuse_many(op, scale)
-    words, addresses = tables.listed(lists, marks)
-    makes_sums = len(late) > 0 or partials is not None
-    if makes_sums:
-        more, rows = tables.late(late, marks)
-        words = [word | kind << 1 + 2 * len(lists) for word, kind in zip(words, more, strict=True)]
-        addresses += rows
+    words, addresses = _listed(lists, marks)
     table = _to_device(op, words + addresses, flat)
     pointer, has_live = _switch(live, flat)
     noise, has_noise = _switch(random, flat)
-    places, has_norm = _switch(partials, flat)
-    arguments = (flat, pointer, tiles, scalars, steps, groups, hyper, noise, table, len(words), scale, places)
-    constants = {"LIVE": has_live, "RANDOM": has_noise, "ZERO": bool(zero), "NORM": has_norm}
-    constants["LATE"] = scale.numel() if makes_sums else None
+    arguments = (flat, pointer, tiles, scalars, steps, groups, hyper, noise, table, len(words))
+    constants = {"LIVE": has_live, "RANDOM": has_noise, "ZERO": bool(zero)}
     kinds = _kinds(op, words)
     if kinds:
         _launch(kernel, tiles.shape[0], *arguments, KINDS=kinds, **constants, BLOCK=BLOCK)
-    if partials is not None:
-        marks.bitwise_or_((marks & TOUCHED) * FRESH)
     written = [tensor for tensors in lists for tensor in tensors]
-    written += [flat] * bool(zero) + [tensor for tensor in (partials,) if tensor is not None]
-    torch.autograd.graph.increment_version(written)
+    torch.autograd.graph.increment_version([flat, *written] if zero else written)
 
 
 # The list that a group's hyper-parameters can leave out: v_max without amsgrad, the buffer without momentum. Only the
@@ -281,50 +240,35 @@ def _kinds(op: str, words: list[int]) -> tuple[int, ...]:
     return tuple(sorted(kinds | {kind & ~(3 << 2 * _OPTIONAL[op]) for kind in kinds}))
 
 
-# What the digits of one word can tell apart, the lists of an update among them.
-_MOST_BATCHES = 24
-
-
-def _refuse_many(op: str, scale: Tensor) -> None:
-    if scale.numel() > _MOST_BATCHES:
-        rule = f"be of at most {_MOST_BATCHES} micro-batches with backend='triton'"
-        raise RuntimeError(f"{op}: late must {rule}, got {scale.numel()}; fold first")
-
-
-def _sum_several(
-    op: str,
-    flat: Tensor,
-    partials: Tensor,
-    marks: Tensor,
-    live: Tensor,
-    tiles: Tensor,
-    grads: Sequence[Tensor | None],
-    scale: Tensor,
-    has_live: bool,
-    norm: bool,
-    store: bool,
-) -> None:
-    """Launch a pass over the sums with these gradients. VOID counts as not touched."""
-    kinds, addresses = tables.batches(grads, marks.numel())
-    table = _to_device(op, tables.words(kinds, marks & ~(marks >> 2)) + addresses, flat)
-    arguments = (flat, partials, live, tiles, table, marks.numel(), scale)
-    constants = {"COUNT": scale.numel(), "LIVE": has_live, "NORM": norm, "STORE": store}
-    known = tuple(sorted({kind for kind in kinds if kind}))
-    if known:
-        _launch(sums.fold_several_tiles, tiles.shape[0], *arguments, KINDS=known, **constants, BLOCK=BLOCK)
-
-
 def _switch(given: Tensor | None, other: Tensor) -> tuple[Tensor, bool]:
     """What a kernel takes as `live` or `random`, at which it does not look where there is none, and LIVE or RANDOM."""
     return (other, False) if given is None else (given, True)
 
 
 def _gradients(op: str, grads: Sequence[Tensor | None], marks: Tensor, leader: Tensor) -> Tensor:
-    """The table of gradients of which some are absent, whatever is touched. VOID counts as not touched."""
-    marks = marks & ~(marks >> 2)
-    codes = [0 if grad is None else tables.CODES[grad.dtype] for grad in grads]
+    """The table of gradients of which some are absent, whatever is touched."""
+    codes = [0 if grad is None else _CODES[grad.dtype] for grad in grads]
     addresses = [0 if grad is None else grad.data_ptr() for grad in grads]
-    return _to_device(op, tables.words(codes, marks) + addresses, leader)
+    return _to_device(op, _words(codes, marks) + addresses, leader)
+
+
+def _listed(lists: list[Sequence[Tensor]], marks: Tensor) -> tuple[list[int], list[int]]:
+    """The words of all segments, and their tensors' addresses list by list: see `_triton_kernels`."""
+    n = marks.numel()
+    kinds, addresses = [0] * n, []
+    for k, tensors in enumerate(lists):
+        if not tensors:
+            addresses += [0] * n
+            continue
+        places = [tensor.data_ptr() for tensor in tensors]  # 0 where there are no elements
+        codes = [_CODES[tensor.dtype] << 2 * k for tensor in tensors]
+        kinds = [kind + code if place else kind for kind, code, place in zip(kinds, codes, places, strict=True)]
+        addresses += places
+    return _words(kinds, marks), addresses
+
+
+def _words(kinds: list[int], marks: Tensor) -> list[int]:
+    return [2 * kind + (mark & TOUCHED) for kind, mark in zip(kinds, marks.tolist(), strict=True)]
 
 
 def _to_device(op: str, facts: Tensor | list[int], leader: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ void check_one_fold(Checks& checks, const Device& device, Window& w, const Tenso
   std::vector<double> partials(w.tiles.size(), -1);
   const std::vector<Elements> lists = elements_of(grads);
   w.live.assign(norm ? w.count() : 0, 0);
-  cuda::fold(device, w.buffer(), {lists.data(), 1, w.count(), scales.data()}, norm ? partials.data() : nullptr);
+  cuda::fold(device, w.buffer(), lists.data(), scales.data(), norm ? partials.data() : nullptr);
   for (int64_t k = 0; k < w.count(); ++k)
     if (!grads[k].absent()) w.marks[k] = uint8_t(kTouched | (norm ? kFresh : 0));
   checks.flat(w, before, [&](int64_t k, int64_t i, float old) {
@@ -133,11 +133,11 @@ void check_square_total(Checks& checks, const Device& device, Window& w, Random&
   }
   bound += right * double(w.tiles.size()) * 0x1p-52;
   std::vector<double> total(kTotal, 0), again_partials = partials;
-  cuda::square_total(device, w.buffer(), {}, partials.data(), total.data());
+  cuda::square_total(device, w.buffer(), partials.data(), total.data());
   checks.near(total[0], right, bound, "total", -1, 0);
   const double first = total[0];
   total[0] = -7;
-  cuda::square_total(device, w.buffer(), {}, again_partials.data(), total.data());
+  cuda::square_total(device, w.buffer(), again_partials.data(), total.data());
   checks.equal(total[0], first, "total, once more", -1, 0);
   for (size_t t = 0; t < w.tiles.size(); ++t)
     checks.equal(partials[t], again_partials[t], "partials", w.tiles[t].segment, int64_t(t));
@@ -148,7 +148,7 @@ void check_no_segments(Checks& checks, const Device& device) {
   Window w({0, 0, 5});  // the only one with elements is not touched
   std::vector<double> total(kTotal, 0), partials(1, NAN);
   total[0] = 9;
-  cuda::square_total(device, w.buffer(), {}, partials.data(), total.data());
+  cuda::square_total(device, w.buffer(), partials.data(), total.data());
   checks.equal(total[0], 0, "total", -1, 0);
 }
 
@@ -239,7 +239,6 @@ void check_all(Checks& checks, const Device& device, const std::vector<int64_t>&
       check_sgd(checks, device, w, random, zero, stochastic);
     }
     check_skip(checks, device, w, random, zero);
-    check_late(checks, device, w, random, zero);
   }
 }
 
@@ -256,7 +255,6 @@ void check_many(Checks& checks, const Device& device) {
   check_emit(checks, device, w, random, false);
   check_adam(checks, device, w, random, true, true, true);
   check_sgd(checks, device, w, random, false, true);
-  check_late(checks, device, w, random, false);
 }
 
 bool check(Checks& checks, const Device& device, const std::string& which) {

@@ -51,15 +51,12 @@ struct Step {
   std::vector<Elements> elements[kLists];
   std::vector<float> scalars, steps, flat_before;
   std::vector<int64_t> groups, random;  // random: empty where everything is rounded to nearest
-  fusedaccum::cuda::Batches late{};
-  double* partials = nullptr;
   std::vector<std::vector<char>> bytes[kLists];
   std::vector<std::vector<double>> before[kLists];
 
   Step(Window& w, Random& random, float skip) : window(w), scalars{0.3f, skip, 5.0f} {
     w.touch(random, true);
     flat_before = copy_of_flat(w);
-    late.segments = w.count();
     steps = std::vector<float>(w.count());
     groups = std::vector<int64_t>(w.count());
     for (int64_t k = 0; k < w.count(); ++k) {
@@ -90,15 +87,7 @@ struct Step {
   }
 
   fusedaccum::cuda::Update update(const std::vector<double>& hyper, bool zero) const {
-    return {scalars.data(), steps.data(), groups.data(), hyper.data(), random.empty() ? nullptr : random.data(),
-            zero,           late,         partials};
-  }
-
-  // Puts back what `remember` saw.
-  void restore() {
-    for (int list = 0; list < kLists; ++list)
-      for (size_t k = 0; k < bytes[list].size(); ++k)
-        if (elements[list][k].data) memcpy(elements[list][k].data, bytes[list][k].data(), bytes[list][k].size());
+    return {scalars.data(), steps.data(), groups.data(), hyper.data(), random.empty() ? nullptr : random.data(), zero};
   }
 
   void unchanged(Checks& checks, int list, int64_t k) const {
@@ -261,69 +250,6 @@ void check_skip(Checks& checks, const Device& device, Window& w, Random& random,
   run_sgd(device, sgd, zero);
   sgd.expect_flat(checks, zero);
   for (int64_t k = 0; k < w.count(); ++k) sgd.expect_update(checks, k);
-}
-
-// Three micro-batches for the touched segments, each of which lacks one at most; some of a segment in several dtypes.
-Tensors make_batches(const Window& w, Random& random) {
-  Tensors grads(3 * w.count());
-  for (int64_t j = 0; j < 3; ++j)
-    for (int64_t k = 0; k < w.count(); ++k)
-      if (w.touched(k) && (k + j) % 4)
-        grads[j * w.count() + k] = tensor_for(k + j, kDTypes[(k / 2 + (k % 9 ? 0 : j)) % 3], w.numel[k], random, -2, 2);
-  return grads;
-}
-
-template <class Run>
-void check_late_step(Checks& checks, const Device& device, Window& w, Random& random, Step& s, bool zero,
-                     const Run& run) {
-  const std::vector<float> scale = {0.25f, 0.7f, 0.3f};
-  const Tensors grads = make_batches(w, random);
-  const std::vector<Elements> entries = elements_of(grads);
-  const fusedaccum::cuda::Batches batches{entries.data(), 3, w.count(), scale.data()};
-  std::vector<double> late(w.tiles.size(), -1), squares = late, folded = late, total(kTotal, 0);
-  fusedaccum::cuda::square_total(device, w.buffer(), batches, squares.data(), total.data());
-  s.late = batches;
-  s.partials = late.data();
-  run(device, s, zero);
-  checks.flat(w, s.flat_before, [&](int64_t, int64_t, float old) { return zero ? 0.0f : old; });
-  std::vector<std::vector<char>> seen;
-  for (int list = 0; list < Step::kLists; ++list)
-    for (const Tensor& t : s.lists[list]) seen.push_back(t.bytes());
-  s.restore();
-  std::copy(s.flat_before.begin(), s.flat_before.end(), w.flat.floats());
-  s.late = {nullptr, 0, w.count(), nullptr};
-  s.partials = nullptr;
-  fusedaccum::cuda::fold(device, w.buffer(), batches, folded.data());
-  const std::vector<uint8_t> marks = w.marks;
-  for (uint8_t& mark : w.marks) mark &= kTouched;
-  run(device, s, false);
-  w.marks = marks;
-  for (int list = 0, n = 0; list < Step::kLists; ++list)
-    for (size_t k = 0; k < s.lists[list].size(); ++k, ++n) checks.same(s.lists[list][k], seen[n], "late list", k);
-  for (size_t t = 0; t < w.tiles.size(); ++t) {
-    checks.equal(late[t], folded[t], "partials of the update", w.tiles[t].segment, int64_t(t));
-    checks.equal(squares[t], folded[t], "partials of late gradients", w.tiles[t].segment, int64_t(t));
-  }
-}
-
-// The update adds gradients itself: as a fold and an update, bit for bit.
-void check_late(Checks& checks, const Device& device, Window& w, Random& random, bool zero) {
-  const auto touch = [&] {
-    w.touch(random);
-    for (int64_t k = 0; k < w.count(); ++k)
-      if (w.touched(k) && k % 7 == 1) w.marks[k] |= fusedaccum::kVoid;
-  };
-  checks.op = "adam, late";
-  touch();
-  Step adam = make_adam(w, random, true, 0);
-  touch();
-  adam.flat_before = copy_of_flat(w);
-  check_late_step(checks, device, w, random, adam, zero, run_adam);
-  checks.op = "sgd, late";
-  Step sgd = make_sgd(w, random, 0);
-  touch();
-  sgd.flat_before = copy_of_flat(w);
-  check_late_step(checks, device, w, random, sgd, zero, run_sgd);
 }
 
 }  // namespace driver

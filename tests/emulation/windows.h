@@ -218,7 +218,6 @@ inline std::vector<float> copy_of_flat(const Window& w) {
 void check_adam(Checks& checks, const Device& device, Window& window, Random& random, bool any_mix, bool zero,
                 bool stochastic);
 void check_sgd(Checks& checks, const Device& device, Window& window, Random& random, bool zero, bool stochastic);
-void check_late(Checks& checks, const Device& device, Window& window, Random& random, bool zero);
 void check_skip(Checks& checks, const Device& device, Window& window, Random& random, bool zero);
 
 }  // namespace driver

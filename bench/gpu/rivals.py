@@ -1,4 +1,4 @@
-"""Who runs against ours, and why the others do not: autograd's own additions, torch.compile, other packages."""
+"""Contenders beside those of the CPU: autograd's own additions, torch.compile, Apex, TransformerEngine, DeepSpeed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fusedaccum.benchmark import window
-from fusedaccum.benchmark.cases import BETAS, LR, WEIGHT_DECAY, Case
-from fusedaccum.benchmark.kernels import SCALE, Kernel, rival_kernel
+from bench import window
+from bench.cases import BETAS, LR, WEIGHT_DECAY, Case
+from bench.kernels import SCALE, Kernel, rival_kernel
 
 
 class HandOver(torch.autograd.Function):
@@ -70,8 +70,6 @@ def views_fold(stage: str, scaled: list[Tensor], sums: list[Tensor]) -> Kernel:
 class AutogradSums(window.StockSums):
     """Autograd's own accumulation, in the parameter's dtype."""
 
-    takes_gradients = False
-
     def give(self, index: int, first: bool) -> None:
         scaled = self.case.scale(index)
         if first:  # autograd would keep the tensor that it gets, which is the case's
@@ -89,8 +87,6 @@ class AutogradSums(window.StockSums):
 class AutogradViewSums(window.ViewSums):
     """p.grad as an FP32 view of one flat buffer, filled by autograd itself."""
 
-    takes_gradients = False
-
     def give(self, index: int, first: bool) -> None:
         for param, total in zip(self.params, self.sums, strict=True):
             param.grad_dtype = None
@@ -107,13 +103,6 @@ WINDOWS: dict[str, tuple[type[window.Rival], ...]] = {
     "bf16": (AutogradSums, window.AddSums, window.ForeachSums),
     "fp32": (AutogradSums, window.AddSums, window.ForeachSums),
 }
-# On a CPU a node in Python for every gradient costs more than it should: torch's own list of additions stands for it.
-CPU_WINDOWS: dict[str, tuple[type[window.Rival], ...]] = {
-    "masters": (window.ViewSums, window.AddSums, window.ForeachSums),
-    "bf16": (window.StockSums, window.AddSums, window.ForeachSums),
-    "fp32": (window.StockSums, window.AddSums, window.ForeachSums),
-}
-COMPILED_WINDOWS = (window.CompiledSums, window.CompiledWindow)
 
 
 COMPILED = "torch.compile, add_ per parameter"
@@ -123,9 +112,7 @@ def compiled_fold(stage: str, grads: list[Tensor], sums: list[Tensor]) -> Kernel
     """add_ per parameter, compiled. A first touch is left to a copy."""
     compiled = torch.compile(window.add_all, dynamic=False)
     copy = torch._foreach_copy_
-    return rival_kernel(
-        COMPILED, stage, sums, lambda sums: copy(sums, grads), lambda sums: compiled(sums, grads, SCALE)
-    )
+    return rival_kernel(COMPILED, stage, sums, lambda sums: copy(sums, grads), lambda sums: compiled(sums, grads))
 
 
 def apex_fold(module: ModuleType, stage: str, grads: list[Tensor], sums: list[Tensor]) -> Kernel:
@@ -169,77 +156,3 @@ def installed(name: str) -> ModuleType | None:
         if error.name is None or error.name.partition(".")[0] != name.partition(".")[0]:
             raise
         return None
-
-
-class DeepSpeedWindow(window.AddSums):
-    """AddSums in front of DeepSpeed's CPU optimizer, whose operator is compiled when it is first made."""
-
-    name = "main_grad.add_ + DeepSpeedCPUAdam"
-    module = "deepspeed.ops.adam"
-
-    def make_optimizer(self) -> torch.optim.Optimizer:
-        options = {"lr": LR, "betas": BETAS, "eps": self.case.eps, "weight_decay": WEIGHT_DECAY}
-        return importlib.import_module(self.module).DeepSpeedCPUAdam(self.updated, adamw_mode=True, **options)
-
-
-class FusedAdamWindow(window.AddSums):
-    """AddSums in front of another package's FusedAdam, on a GPU."""
-
-    module: str
-
-    def make_optimizer(self) -> torch.optim.Optimizer:
-        return adam_of(importlib.import_module(self.module))(self.updated, self.case)
-
-
-GPU_ADAM_WINDOWS = tuple(
-    type("FusedAdamWindow", (FusedAdamWindow,), {"name": f"main_grad.add_ + {name}", "module": module})
-    for name, module in ADAMS.items()
-)
-
-
-def why_not_installed(module: str) -> str | None:
-    package = module.partition(".")[0]
-    try:
-        found = installed(module)
-    except Exception as error:  # whatever a package raises that does not fit this torch
-        return f"{package} cannot be imported: {' '.join(str(error).split())[:200]}"
-    return None if found else f"{package} is not installed"
-
-
-def why_not(rival: type[window.Rival], case: Case, compiled: bool) -> str | None:
-    """Why a rival cannot run in this case; None if it can."""
-    if issubclass(rival, window.CompiledSums):
-        if not compiled:
-            return "left out by --no-compile"
-        if len(case.shapes) > rival.most_tensors:
-            return f"not compiled for more than {rival.most_tensors} tensors: it takes too long"
-    elif issubclass(rival, (DeepSpeedWindow, FusedAdamWindow)):
-        needs = "cpu" if issubclass(rival, DeepSpeedWindow) else "cuda"
-        if case.device.type != needs:
-            return f"it runs on a {'CPU' if needs == 'cpu' else 'GPU'} alone"
-        if case.kind.state_dtype != torch.float32:
-            return "its moments are FP32"
-        return why_not_installed(rival.module)
-    return None
-
-
-def contenders(
-    kind: str, case: Case, compiled: bool, fold_every: tuple[int, ...] = (2, 3)
-) -> tuple[list[type[window.Window]], dict[str, str]]:
-    """Those who can run beside `window.Ours`, and by name why each of the others cannot."""
-    present: list[type[window.Window]] = []
-    absent: dict[str, str] = {}
-    for every in fold_every:
-        ours = window.ours_every(every)
-        if (reason := window.why_not_folded_together(every)) is None:
-            present.append(ours)
-        else:
-            absent[ours.name] = reason
-    plain = (CPU_WINDOWS if case.device.type == "cpu" else WINDOWS)[kind]
-    for rival in (*plain, *COMPILED_WINDOWS, DeepSpeedWindow, *GPU_ADAM_WINDOWS):
-        if (reason := why_not(rival, case, compiled)) is None:
-            present.append(rival)
-        else:
-            absent[rival.name] = reason
-    absent["Megatron"] = MEGATRON.partition(": ")[2]
-    return present, absent

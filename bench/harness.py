@@ -1,21 +1,81 @@
-"""Whether the machine is quiet enough to time anything, and which machine it is."""
+"""Times contenders round-robin in one process, and watches what else the machine is doing.
+
+Why not pytest-benchmark for the numbers that are published: it finishes one contender before it starts the next, and
+on a shared or a warm machine the minutes between them change the result by more than the contenders differ. Here each
+round runs every contender once, in an order that rotates, and a rival is compared with ours of the same rounds.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import statistics
 import subprocess
 import sys
 import time
-from importlib import metadata
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
-import fusedaccum
 from fusedaccum import backends
-from fusedaccum.benchmark.harness import InPlaceAdd, run_once
+
+# What is made ready without being timed (the backward's work, a reset) and what is timed after it.
+Part = tuple[Callable[[], object], Callable[[], object]]
+
+
+class Contender(Protocol):
+    name: str
+
+    def parts(self) -> Iterable[Part]:
+        """The parts of one run, in order. A run's time is the sum of its timed halves."""
+        ...
+
+
+def run_once(contender: Contender) -> float:
+    """Seconds of one run."""
+    total = 0
+    for prepare, timed in contender.parts():
+        prepare()
+        begin = time.perf_counter_ns()
+        timed()
+        total += time.perf_counter_ns() - begin
+    return total * 1e-9
+
+
+def race(contenders: list[Contender], rounds: int) -> dict[str, list[float]]:
+    """Seconds of every run by name. One round before the counted ones warms up."""
+    samples: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    gc.collect()
+    gc.disable()
+    try:
+        for contender in contenders:
+            run_once(contender)
+        for turn in range(rounds):
+            first = turn % len(contenders)
+            for contender in contenders[first:] + contenders[:first]:
+                samples[contender.name].append(run_once(contender))
+    finally:
+        gc.enable()
+    return samples
+
+
+class InPlaceAdd:
+    """The bandwidth that everything is compared with: a.add_(b) in FP32, 12 bytes an element, as large as the case.
+
+    In place, because out of place pays a read of the destination first and makes anything look good.
+    """
+
+    name = "a.add_(b), FP32 in place"
+    BYTES = 12
+
+    def __init__(self, numel: int) -> None:
+        self.a, self.b = torch.ones(numel), torch.ones(numel)
+
+    def parts(self) -> Iterable[Part]:
+        yield (lambda: None, lambda: self.a.add_(self.b))
 
 
 class OtherLoad:
@@ -88,53 +148,25 @@ def noise_of(load: OtherLoad, quick: bool) -> list[str]:
     return [f"others used {load.share:.0%} of the machine while this ran"] if busy else []
 
 
-# What contenders come from, by the name under which it is installed.
-PACKAGES = ("triton", "numpy", "deepspeed", "apex", "transformer_engine", "megatron-core")
-
-
-def machine(threads: int, module: str, device: torch.device | None = None) -> dict[str, object]:
+def machine(threads: int, module: str = "bench") -> dict[str, object]:
     """What a reader needs to judge or repeat a measurement. module: what was run."""
-    device = device or torch.device("cpu")
-    backend = backends.select(device)
+    backend = backends.select(torch.device("cpu"))
+    root = Path(__file__).parent.parent
+    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=root, capture_output=True, text=True)
     return {
         "cpu": _cpu_model(),
-        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "cores": os.cpu_count(),
         "threads": threads,
-        "caches": caches(),
-        "memory_gb": round(total_memory() * 1e-9, 1),
         "torch_capability": torch.backends.cpu.get_cpu_capability(),
         "backend": backend.__name__.rsplit(".", 1)[-1],
         "isa": backend.build_info()["isa"] if hasattr(backend, "build_info") else None,
         "os": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "fusedaccum": fusedaccum.__version__,
-        "packages": {name: version for name in PACKAGES if (version := _version(name))},
-        "commit": commit(),
-        "load_average": load_average(),
-        "command": " ".join([f"python -m {module}", *sys.argv[1 + (sys.argv[1:2] == ["bench"]) :]]),
+        "commit": git.stdout.strip() or "unknown",
+        "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
+        "command": " ".join([f"python -m {module}", *sys.argv[1:]]),
     }
-
-
-def load_average() -> list[float] | None:
-    return [round(load, 2) for load in os.getloadavg()] if hasattr(os, "getloadavg") else None
-
-
-def commit(root: Path = Path(__file__).parents[2]) -> str:
-    """What git calls the source that runs, with "-dirty" where it was changed. An installed copy has none."""
-    if not (root / ".git").exists():
-        return "not a checkout"
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=root, capture_output=True, text=True)
-    return git.stdout.strip() or "unknown"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _cpu_model() -> str:
@@ -142,39 +174,3 @@ def _cpu_model() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return models[0] if models else platform.processor() or platform.machine()
-
-
-def caches(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> dict[str, int]:
-    """Bytes of each cache of data that the first core sees: {"L1": ..., "L2": ..., "L3": ...}. Linux only, else {}.
-
-    A virtual machine shows what it was told; neighbours may use the same L3.
-    """
-    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-    found = {}
-    for index in sorted(folder.glob("index*")):
-        try:
-            level, kind, size = ((index / name).read_text().strip() for name in ("level", "type", "size"))
-        except OSError:
-            continue
-        if kind != "Instruction":
-            found[f"L{level}"] = int(size[:-1]) * units[size[-1]] if size[-1] in units else int(size)
-    return found
-
-
-def _memory(field: str) -> int:
-    info = Path("/proc/meminfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    sizes = [int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")]
-    return sizes[0] if sizes else 0
-
-
-def total_memory() -> int:
-    """Bytes; 0 where the system does not say."""
-    return _memory("MemTotal")
-
-
-def usable_memory_gb(device: torch.device) -> float:
-    """What contenders may hold together unless told otherwise: some of what is free now."""
-    if device.type == "cuda":
-        return 0.9e-9 * torch.cuda.mem_get_info(device)[0]
-    return 0.6e-9 * _memory("MemAvailable") or 8.0

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from bench.cases import BETAS, LR, SCALE, WEIGHT_DECAY, Case, pieces
+from bench.harness import Part
+from bench.window import adamw
 from fusedaccum.backends import select
-from fusedaccum.benchmark.cases import BETAS, LR, OURS, SCALE, WEIGHT_DECAY, Case, pieces
-from fusedaccum.benchmark.harness import Part
-from fusedaccum.benchmark.window import adamw
 from fusedaccum.flat_buffer import FlatBuffer
 from fusedaccum.ops import ADAM_COLUMNS
 
 STAGES = ("first", "later", "last")
+OURS = "fusedaccum"
 
 
 def least_fold_bytes(stage: str, gradient_bytes: int) -> int:
@@ -29,8 +30,7 @@ def least_fold_bytes(stage: str, gradient_bytes: int) -> int:
 class Kernel:
     """A contender of one call. `result` shows what it left behind, for the comparison with float64 before the race.
 
-    norm: of what a last fold left behind. scales_first: whether a first touch multiplies with SCALE too. error: root
-    mean square distance from float64, found by the check, in units of the result, of a step in units of the update.
+    norm: of what a last fold left behind. scales_first: whether a first touch multiplies with SCALE too.
     """
 
     name: str
@@ -39,14 +39,9 @@ class Kernel:
     result: Callable[[], list[Tensor]]
     norm: Callable[[], float] | None = None
     scales_first: bool = False
-    error: float | None = None
 
     def parts(self) -> Iterable[Part]:
         yield (self.prepare, self.run)
-
-    def call(self) -> None:
-        self.prepare()
-        self.run()
 
 
 def buffer_for(case: Case, backend: str = "auto") -> FlatBuffer:
@@ -122,16 +117,14 @@ def check_fold(stage: str, grads: list[Tensor], kernels: list[Kernel]) -> None:
         kernel.prepare()
         kernel.run()
         scale = 1.0 if stage == "first" and not kernel.scales_first else SCALE
-        square = off = 0.0
+        square = 0.0
         for got, grad in zip(pieces(kernel.result()), pieces(grads), strict=True):
             right = grad.double() * (scale * run_count)
             square += float(right.square().sum())
-            off += float((got.double() - right).square().sum())
             if not torch.allclose(got.double(), right, rtol=2**-22, atol=0.0):
                 raise RuntimeError(f"fold, {stage}, {kernel.name}: a sum is wrong; not timed")
         if stage == "last" and not math.isclose(kernel.norm(), math.sqrt(square), rel_tol=1e-3):
             raise RuntimeError(f"fold, {stage}, {kernel.name}: the norm is wrong; not timed")
-        kernel.error = math.sqrt(off / square)
 
 
 def folds(case: Case, stage: str) -> list[Kernel]:
@@ -190,7 +183,7 @@ def our_step(case: Case, state: State, buffer: FlatBuffer) -> Kernel:
         groups,
         hyper,
     )
-    lists = (state.params, state.exp_avgs, state.exp_avg_sqs, [], state.masters, [], buffer.no_scale, None, None)
+    lists = (state.params, state.exp_avgs, state.exp_avg_sqs, [], state.masters, None)
     return Kernel(OURS, lambda: None, lambda: buffer.backend.adam(*tables, *lists, False), lambda: state.params)
 
 
@@ -228,8 +221,8 @@ def check_step(case: Case, kernels: list[Kernel]) -> None:
     """Refuse to time steps that do not agree with the formula in float64 (first step: m and v start at zero)."""
     state_eps = torch.finfo(case.kind.state_dtype).eps
     for kernel in kernels:
-        kernel.call()
-        square = moved = 0.0
+        kernel.prepare()
+        kernel.run()
         lists = (case.start, case.gradients[0], kernel.result())
         for start, grad, got in zip(*map(pieces, lists), strict=True):
             g = grad.double().mul_(CLIP)
@@ -238,9 +231,6 @@ def check_step(case: Case, kernels: list[Kernel]) -> None:
             limit = 2 * torch.finfo(case.kind.dtype).eps * right.abs() + 16 * state_eps * LR
             if not bool(((got.double() - right).abs() <= limit).all()):
                 raise RuntimeError(f"step, {kernel.name}: a parameter is not the float64 result; not timed")
-            square += float((got.double() - right).square().sum())
-            moved += float((right - start.double()).square().sum())
-        kernel.error = math.sqrt(square / moved)
 
 
 def steps(case: Case) -> list[Kernel]:

@@ -1,6 +1,6 @@
-"""What times a contender: CUDA events and the host's clock on a GPU, the host's clock alone on a CPU.
+"""What times a contender: CUDA events and the host's clock on a GPU, the host's clock alone on a CPU (a dry run).
 
-On a GPU every timed part begins with a cold L2 cache: twice its size was written to other memory just before.
+Every timed part begins with a cold L2 cache: twice its size was written to other memory just before.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from fusedaccum.benchmark.harness import Contender, Part
-from fusedaccum.benchmark.memory import peak_allocated
+from bench.harness import Contender, Part
 
 
 @dataclass
 class Sample:
-    """One run of a contender, in seconds. On a CPU `device` is `wall`.
+    """One run of a contender, in seconds.
 
     device: between two events, of a device that was kept busy until the host had launched everything: what kernels
     take, whoever launches them. wall: from an idle device to the end of the work. hosts: what each part's call kept the
@@ -40,7 +39,7 @@ class Clock(Protocol):
     def sample(self, contender: Contender) -> Sample: ...
 
     def launches(self, part: Part) -> int | None:
-        """Run a part and count what its timed half launches: kernels on a GPU, operators on a CPU; None: cannot."""
+        """Run a part and count the kernels that its timed half launches; None where they cannot be counted."""
         ...
 
     def peak(self, work: Callable[[], object]) -> int:
@@ -67,19 +66,6 @@ def kernels_in(events: Iterable) -> int:
     """Kernel launches among a profiler's events: what ran on the device and is no copy, memset or wait."""
     on_device = (event for event in events if event.device_type == DeviceType.CUDA)
     return sum(not event.name.startswith(("Mem", "Stream ", "Context ", "Event ")) for event in on_device)
-
-
-def operators_in(events: Iterable) -> int:
-    """Operator calls among a profiler's raw events, those inside another one left out, annotations looked through."""
-    inside: dict[int, int] = {}  # thread -> when its last counted operator ended
-    count = 0
-    for event in sorted(events, key=lambda event: (event.start_ns(), -event.duration_ns())):
-        thread, name = event.start_thread_id(), event.name()
-        if name == "[memory]" or name.startswith("Optimizer.") or event.start_ns() < inside.get(thread, 0):
-            continue
-        inside[thread] = event.start_ns() + event.duration_ns()
-        count += 1
-    return count
 
 
 class CudaClock:
@@ -131,32 +117,15 @@ class CudaClock:
         return torch.cuda.max_memory_allocated() - before
 
 
-class CpuClock:
-    """The host's clock. Caches are as the contender's own work leaves them."""
+class DryClock:
+    """The same calls on a CPU, to show that all of it runs. What it returns means nothing and is never printed."""
 
-    dry = False
-    title = "wall time on the CPU"
+    dry = True
+    title = "CPU DRY RUN: small stand-ins, no GPU, nothing here is a measurement"
 
     def sample(self, contender: Contender) -> Sample:
         wall, hosts = host_seconds(contender, lambda: None, lambda: None)
         return Sample(wall, wall, hosts)
-
-    def launches(self, part: Part) -> int | None:
-        prepare, timed = part
-        prepare()
-        with profile(activities=[ProfilerActivity.CPU]) as profiler:
-            timed()
-        return operators_in(profiler.profiler.kineto_results.events())
-
-    def peak(self, work: Callable[[], object]) -> int:
-        return peak_allocated(work)
-
-
-class DryClock(CpuClock):
-    """The same calls for a GPU's contenders, to show that they run. What it returns means nothing, and is not shown."""
-
-    dry = True
-    title = "CPU DRY RUN: small stand-ins, no GPU, nothing here is a measurement"
 
     def launches(self, part: Part) -> int | None:
         prepare, timed = part
@@ -167,7 +136,3 @@ class DryClock(CpuClock):
     def peak(self, work: Callable[[], object]) -> int:
         work()
         return 0
-
-
-def clock_for(device: torch.device) -> Clock:
-    return CpuClock() if device.type == "cpu" else CudaClock(device)

@@ -8,13 +8,13 @@ clipping, weight decay or copy each leaves parameters far outside the bound.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fusedaccum.benchmark.cases import BETAS, LR, MAX_NORM, WEIGHT_DECAY, Case, pieces
+from bench.cases import BETAS, LR, MAX_NORM, SCALE, WEIGHT_DECAY, Case
 
 WINDOWS = 2
 
@@ -28,32 +28,26 @@ class Error:
     numel: int
 
 
-def mean_gradient(case: Case, grads: Sequence[Tensor], window: int) -> Tensor:
-    """The window's mean gradient of one piece. grads: the piece of each set."""
-    return sum(grads[which].double() * case.weight for which in case.order(window))
-
-
-def gradient_pieces(case: Case) -> Iterator[tuple[Tensor, ...]]:
-    return zip(*map(pieces, case.gradients), strict=True)
+def mean_gradients(case: Case, index: int, window: int) -> Tensor:
+    """The window's mean gradient of one parameter, flat."""
+    return sum(case.gradients[which][index].double().flatten() * SCALE for which in case.order(window))
 
 
 def clip_factors(case: Case) -> list[float]:
-    if not case.clip:
-        return [1.0] * WINDOWS
-    squares = [0.0] * WINDOWS
-    for grads in gradient_pieces(case):
-        for window in range(WINDOWS):
-            squares[window] += float(mean_gradient(case, grads, window).square().sum())
+    squares = [
+        sum(float(mean_gradients(case, index, window).square().sum()) for index in range(len(case.shapes)))
+        for window in range(WINDOWS)
+    ]
     return [min(1.0, MAX_NORM / (math.sqrt(square) + 1e-6)) for square in squares]
 
 
-def right_piece(case: Case, start: Tensor, grads: Sequence[Tensor], factors: list[float]) -> Tensor:
-    """Parameters after the two windows: AdamW as torch.optim documents it."""
+def right_parameter(case: Case, index: int, factors: list[float]) -> Tensor:
+    """One parameter after the two windows: AdamW as torch.optim documents it."""
     beta1, beta2 = BETAS
-    p = start.double()
+    p = case.start[index].double().flatten()
     m, v = torch.zeros_like(p), torch.zeros_like(p)
     for window in range(WINDOWS):
-        g, step = mean_gradient(case, grads, window) * factors[window], window + 1
+        g, step = mean_gradients(case, index, window) * factors[window], window + 1
         p = p - LR * WEIGHT_DECAY * p
         m = m + (1 - beta1) * (g - m)
         v = beta2 * v + (1 - beta2) * g * g
@@ -74,18 +68,17 @@ def bound(case: Case, right: Tensor) -> Tensor:
 
 
 def errors(case: Case, contenders: dict[str, Sequence[Tensor]]) -> dict[str, Error]:
-    """Compare each contender's parameters after the two windows with float64, piece by piece."""
+    """Compare each contender's parameters after the two windows with float64, one parameter at a time."""
     factors = clip_factors(case)
     square = dict.fromkeys(contenders, 0.0)
     outside = dict.fromkeys(contenders, 0)
     moved = 0.0
-    theirs = zip(*map(pieces, contenders.values()), strict=True)
-    for start, grads, each in zip(pieces(case.start), gradient_pieces(case), theirs, strict=True):
-        right = right_piece(case, start, grads, factors)
+    for index in range(len(case.shapes)):
+        right = right_parameter(case, index, factors)
         limit = bound(case, right)
-        moved += float((right - start.double()).square().sum())
-        for name, params in zip(contenders, each, strict=True):
-            off = (params.double() - right).abs()
+        moved += float((right - case.start[index].double().flatten()).square().sum())
+        for name, params in contenders.items():
+            off = (params[index].detach().double().flatten() - right).abs()
             square[name] += float(off.square().sum())
             outside[name] += int((~(off <= limit)).sum())
     return {name: Error(math.sqrt(square[name] / moved), outside[name], case.numel) for name in contenders}
@@ -95,20 +88,12 @@ def errors(case: Case, contenders: dict[str, Sequence[Tensor]]) -> dict[str, Err
 LOSSY_SHARE = 0.01
 
 
-def refused(found: dict[str, Error], lossy: set[str]) -> dict[str, str]:
-    """By name, why a contender is not timed: it did other work than asked, so its time would mean nothing."""
-    reasons = {}
+def refuse_wrong(found: dict[str, Error], lossy: set[str]) -> None:
+    """Raise where a contender did not compute what it was asked to: its time would mean nothing."""
     for name, error in found.items():
         allowed = int(LOSSY_SHARE * error.numel) if name in lossy else 0
         if error.outside > allowed or not math.isfinite(error.relative):
-            reasons[name] = (
-                f"{error.outside} of {error.numel} parameters are farther from the float64 result than "
+            raise RuntimeError(
+                f"{name}: {error.outside} of {error.numel} parameters are farther from the float64 result than "
                 f"rounding explains ({allowed} allowed); it did other work than asked, so it is not timed"
             )
-    return reasons
-
-
-def refuse_wrong(found: dict[str, Error], lossy: set[str]) -> None:
-    """Raise RuntimeError where a contender is refused."""
-    for name, reason in refused(found, lossy).items():
-        raise RuntimeError(f"{name}: {reason}")

@@ -1,9 +1,8 @@
 """Whole windows: eight micro-batches, clip to a norm of 1.0, AdamW. Ours through the public wrapper, and its rivals.
 
-A gradient arrives as a tensor of the parameter's dtype that nobody else refers to (`Case.fresh`). Handing it over is
-the backward's work and is not timed; what is done with it is, up to letting go of it. Every rival does the whole job:
-it scales by 1/8, sums, zeroes, clips with `torch.nn.utils.clip_grad_norm_`, steps `AdamW(fused=True)` on what it
-updates, and copies masters back.
+A gradient arrives as a tensor of the parameter's dtype. Handing it over is the backward's work and is not timed; what
+is done with it is. Every rival does the whole job: it scales by 1/8, sums, zeroes, clips with
+`torch.nn.utils.clip_grad_norm_`, steps `AdamW(fused=True)` on what it updates, and copies masters back.
 
 A rival is a way to sum (a `Sums` class) in front of that boundary. Scaling costs nothing anywhere: it is the `alpha` of
 an addition, and exact, so that it also stands for a loss divided by eight.
@@ -11,16 +10,16 @@ an addition, and exact, so that it also stands for a loss divided by eight.
 
 from __future__ import annotations
 
+import importlib.util
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fusedaccum import FusedAccumOptimizer
-from fusedaccum.benchmark.cases import BETAS, LR, MAX_NORM, OURS, WEIGHT_DECAY, Case
-from fusedaccum.benchmark.harness import Part
+from bench.cases import BETAS, LR, MAX_NORM, MICRO_BATCHES, SCALE, WEIGHT_DECAY, Case
+from bench.harness import Part
 
 
 def adamw(params: list[Parameter], case: Case, **how: bool) -> torch.optim.AdamW:
@@ -35,7 +34,6 @@ class Window:
     """What contenders share: parameters of their own, and the two kinds of window (see `Case.order`)."""
 
     name: str
-    takes_gradients = True  # whether a micro-batch's gradients are made for it, and so count as memory it holds
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -43,7 +41,7 @@ class Window:
 
     def give(self, index: int, first: bool) -> None:
         """Hand over a micro-batch's gradients, as autograd does when p.grad is None: without a copy."""
-        for param, grad in zip(self.params, self.case.fresh(index), strict=True):
+        for param, grad in zip(self.params, self.case.gradients[index], strict=True):
             param.grad = grad
 
     def add(self) -> None:
@@ -61,11 +59,12 @@ class Window:
 class Ours(Window):
     """The public wrapper, as in the README: step() and zero_grad() in every micro-batch; the eighth updates."""
 
-    name = OURS
+    name = "fusedaccum"
     backend = "auto"
-    fold_every = 1
 
     def __init__(self, case: Case) -> None:
+        from fusedaccum import FusedAccumOptimizer
+
         super().__init__(case)
         own_state = case.kind.state_dtype != case.kind.dtype
         with warnings.catch_warnings():
@@ -73,13 +72,12 @@ class Ours(Window):
             warnings.filterwarnings("ignore", message=".*master_weights.*")
             self.optimizer = FusedAccumOptimizer(
                 adamw(self.params, case),
-                steps=case.micro_batches,
-                max_norm=MAX_NORM if case.clip else None,
+                steps=MICRO_BATCHES,
+                max_norm=MAX_NORM,
                 update="fused",
                 master_weights=case.kind.masters,
                 state_dtype=case.kind.state_dtype if own_state else None,
                 backend=self.backend,
-                **folding(self.fold_every),
             )
 
     def add(self) -> None:
@@ -88,27 +86,6 @@ class Ours(Window):
 
     def close(self) -> None:
         """Nothing is left to do: the eighth step was the update."""
-
-
-def folding(fold_every: int) -> dict[str, int]:
-    """The wrapper's option, left out where it says nothing."""
-    return {} if fold_every == 1 else {"fold_every": fold_every}
-
-
-def ours_every(fold_every: int) -> type[Ours]:
-    """Ours with `fold_every` micro-batches folded in one pass."""
-    if fold_every == 1:
-        return Ours
-    return type("OursEvery", (Ours,), {"name": f"{Ours.name}, fold_every={fold_every}", "fold_every": fold_every})
-
-
-def why_not_folded_together(fold_every: int) -> str | None:
-    """Why the wrapper does not take this `fold_every`, in its own words; None if it does."""
-    try:
-        FusedAccumOptimizer(torch.optim.AdamW([Parameter(torch.zeros(1))]), steps=8, **folding(fold_every))
-    except (ValueError, NotImplementedError) as error:
-        return " ".join(str(error).split())
-    return None
 
 
 class Rival(Window):
@@ -145,8 +122,7 @@ class Rival(Window):
             torch._foreach_copy_(self.rounded, self.sums)
         for param, grad in zip(self.updated, self.rounded, strict=True):
             param.grad = grad
-        if self.case.clip:
-            torch.nn.utils.clip_grad_norm_(self.updated, MAX_NORM, foreach=True)
+        torch.nn.utils.clip_grad_norm_(self.updated, MAX_NORM, foreach=True)
         self.optimizer.step()
         if self.updated is not self.params:
             torch._foreach_copy_(self.params, self.updated)
@@ -169,16 +145,14 @@ class StockSums(Rival):
         return [torch.empty_like(p) for p in self.params]
 
     def give(self, index: int, first: bool) -> None:
-        self.incoming = self.case.fresh(index)
-        if first:  # taking over a gradient is free, and its memory is used again here: copied before the clock runs
-            for total, grad in zip(self.sums, self.incoming, strict=True):
-                torch.mul(grad, self.case.weight, out=total)
-            self.incoming = None
+        self.incoming = None if first else self.case.gradients[index]
+        if first:  # taking over a gradient is free, and the gradients here are used again: copied before the clock runs
+            for total, grad in zip(self.sums, self.case.gradients[index], strict=True):
+                torch.mul(grad, SCALE, out=total)
 
     def add(self) -> None:
         if self.incoming is not None:
-            torch._foreach_add_(self.sums, self.incoming, alpha=self.case.weight)
-            self.incoming = None
+            torch._foreach_add_(self.sums, self.incoming, alpha=SCALE)
 
     def zero(self) -> None:
         """set_to_none: nothing to write."""
@@ -195,11 +169,10 @@ class ViewSums(Rival):
         return [part.view(shape) for part, shape in zip(self.flat.split(sizes), self.case.shapes, strict=True)]
 
     def give(self, index: int, first: bool) -> None:
-        self.incoming = self.case.fresh(index)
+        self.incoming = self.case.gradients[index]
 
     def add(self) -> None:
-        torch._foreach_add_(self.sums, self.incoming, alpha=self.case.weight)  # in C++, as in StockSums
-        self.incoming = None
+        torch._foreach_add_(self.sums, self.incoming, alpha=SCALE)  # in C++, as in StockSums
 
     def zero(self) -> None:
         self.flat.zero_()
@@ -213,7 +186,7 @@ class AddSums(Rival):
     @torch.no_grad()
     def add(self) -> None:
         for param, total in zip(self.params, self.sums, strict=True):
-            total.add_(param.grad, alpha=self.case.weight)
+            total.add_(param.grad, alpha=SCALE)
             param.grad = None
 
 
@@ -238,12 +211,12 @@ class ForeachSums(Rival):
         if self.converted is not None:
             torch._foreach_copy_(self.converted, grads)
             grads = self.converted
-        torch._foreach_add_(self.sums, grads, alpha=self.case.weight)
+        torch._foreach_add_(self.sums, grads, alpha=SCALE)
 
 
-def add_all(sums: list[Tensor], grads: list[Tensor], weight: float) -> None:
+def add_all(sums: list[Tensor], grads: list[Tensor]) -> None:
     for total, grad in zip(sums, grads, strict=True):
-        total.add_(grad, alpha=weight)
+        total.add_(grad, alpha=SCALE)
 
 
 class CompiledSums(Rival):
@@ -258,7 +231,7 @@ class CompiledSums(Rival):
 
     @torch.no_grad()
     def add(self) -> None:
-        self.compiled_add(self.sums, self.collect(), self.case.weight)
+        self.compiled_add(self.sums, self.collect())
 
 
 class CompiledWindow(CompiledSums):
@@ -273,3 +246,39 @@ class CompiledWindow(CompiledSums):
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         return adamw(self.updated, self.case, foreach=True)
+
+
+class DeepSpeedWindow(AddSums):
+    """AddSums in front of DeepSpeed's CPU optimizer, where that is installed."""
+
+    name = "main_grad.add_ + DeepSpeedCPUAdam"
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(
+            self.updated, lr=LR, betas=BETAS, eps=self.case.eps, weight_decay=WEIGHT_DECAY, adamw_mode=True
+        )
+
+
+RIVALS: dict[str, tuple[type[Rival], ...]] = {
+    "masters": (ViewSums, AddSums, ForeachSums, CompiledSums, CompiledWindow, DeepSpeedWindow),
+    "bf16": (StockSums, AddSums, ForeachSums, CompiledSums, CompiledWindow),
+    "fp32": (StockSums, AddSums, ForeachSums, CompiledSums, CompiledWindow, DeepSpeedWindow),
+}
+
+
+def contenders(kind: str, tensors: int, compiled: bool) -> tuple[list[Callable[[Case], Window]], dict[str, str]]:
+    """The rivals that can run, and by name why each of the others cannot."""
+    present: list[Callable[[Case], Window]] = []
+    absent: dict[str, str] = {}
+    for rival in RIVALS[kind]:
+        if rival is DeepSpeedWindow and importlib.util.find_spec("deepspeed") is None:
+            absent[rival.name] = "deepspeed is not installed"
+        elif issubclass(rival, CompiledSums) and not compiled:
+            absent[rival.name] = "left out by --no-compile"
+        elif issubclass(rival, CompiledSums) and tensors > rival.most_tensors:
+            absent[rival.name] = f"not compiled for more than {rival.most_tensors} tensors: it takes too long"
+        else:
+            present.append(rival)
+    return present, absent

@@ -7,11 +7,7 @@ out what does not go through torch's allocator (Python objects, C++ tables of a 
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Callable
-
-# Or the profiler writes two lines at every start; it reads this when it is first used.
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 from torch.profiler import ProfilerActivity, profile
 
