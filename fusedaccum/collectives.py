@@ -63,6 +63,10 @@ class Ranks:
                 self._hosts = dist.new_group(members, timeout, backend="gloo", use_local_synchronization=True)
         return self._hosts
 
+    def _serving(self, tensor: Tensor) -> dist.ProcessGroup:
+        """The group that takes tensors where `tensor` is."""
+        return self.hosts if tensor.device.type == "cpu" else self.group
+
     def all_of(self, what: str, numbers: Sequence[int]) -> list[list[int]]:
         """`numbers` of every rank, in order of ranks. Integers of 64 bits, equally many on each."""
         mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
@@ -75,13 +79,12 @@ class Ranks:
         """Make every element of `tensor` the largest of all ranks."""
         if tensor.numel():
             with self.saying(what):
-                group = self.hosts if tensor.device.type == "cpu" else self.group
-                dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+                dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._serving(tensor))
 
     def total(self, what: str, tensor: Tensor) -> None:
         """Make every element of `tensor` the sum over all ranks, in its own dtype."""
         with self.saying(what):
-            dist.all_reduce(tensor, group=self.hosts if tensor.device.type == "cpu" else self.group)
+            dist.all_reduce(tensor, group=self._serving(tensor))
 
     def share_out(self, what: str, flat: Tensor) -> None:
         """Make this rank's share of `flat` (float32[n], n a multiple of the ranks) the sum over all ranks.

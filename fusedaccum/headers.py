@@ -164,10 +164,10 @@ def _values(window: Window) -> int:
     The order counts, because ranks that list parameters of one shape in another order would add up what does not
     belong together, and hold the same bits all in all.
     """
-    said: list[Any] = []
+    seen: list[Any] = []
     for buffer in window.buffers:
         for p, stride in zip(buffer.params, buffer.strides, strict=True):
-            said.append(_bits(in_memory_order(p, stride)))
+            seen.append(_bits(in_memory_order(p, stride)))
     # With zero1 each rank may hold pieces of its own, and those that do not belong to it are refused in `settle`.
     whole = dict.fromkeys(parameters(window.optimizer)) if window.zero1 is None else ()
     for p in whole:
@@ -176,10 +176,10 @@ def _values(window: Window) -> int:
             value = entries.get(name)
             if isinstance(value, Tensor):
                 dense = in_memory_order(value, dense_stride(value)) if value.is_floating_point() else value.reshape(-1)
-                said.append((name, tuple(value.shape), _bits(dense)))
+                seen.append((name, tuple(value.shape), _bits(dense)))
             else:
-                said.append((name, repr(_plain(value))))
-    return _digest(repr(said))
+                seen.append((name, repr(_plain(value))))
+    return _digest(repr(seen))
 
 
 def _bits(flat: Tensor) -> list[int]:
